@@ -234,12 +234,12 @@ class Progress:
 
     def show(self):
         self.bar.set_description(f'{self.done}/{self.n} chapters', refresh=False)
-        self.bar.set_postfix_str(' '.join(f'{k}[{v}/{self.total[k]}]' for k,v in self.at.items()))
+        self.bar.set_postfix_str(' '.join(f'{k}[{v}/{self.total[k]}]' for k,v in self.at.items()), refresh=False)
 
     def tick(self, ch, n):
-        self.bar.update(n - self.at.get(ch.stem, 0))
-        self.at[ch.stem] = n
+        step, self.at[ch.stem] = n - self.at.get(ch.stem, 0), n
         self.show()
+        self.bar.update(step)
 
     def finish(self, ch):
         self.tick(ch, self.total[ch.stem])

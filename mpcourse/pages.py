@@ -7,7 +7,7 @@ __all__ = ['SAME_ENVIRONMENT', 'NOTEBOOK_LINK', 'CONTROLS', 'BOXES', 'CSP', 'STY
            'FROM_CSS', 'Chapter', 'read_chapter', 'split_directives', 'unquote', 'directives', 'is_off', 'is_hidden',
            'mathml', 'slug', 'PageRenderer', 'markdown_html', 'relink', 'split_fences', 'open_fence', 'fenced_html',
            'highlight', 'image_html', 'data_html', 'output_html', 'w_slider', 'w_choice', 'w_check', 'w_text', 'w_area',
-           'w_html', 'w_label', 'w_progress', 'w_image', 'widget_html', 'widget_view', 'figure_html', 'outputs_html',
+           'w_html', 'w_label', 'w_progress', 'w_image', 'widget_html', 'widget_view', 'captioned', 'outputs_html',
            'code_html', 'cell_html', 'css', 'shell_html', 'outside', 'toc_html', 'step_link', 'body_html', 'page_html']
 
 # %% ../nbs/89_pages.ipynb #88898e8e
@@ -18,6 +18,7 @@ from pathlib import Path
 
 # %% ../nbs/89_pages.ipynb #9a74032b
 from latex2mathml.converter import convert
+from mistune import import_plugin
 from nbconvert.filters.ansi import ansi2html
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from pygments import highlight as pygments_highlight
@@ -150,7 +151,8 @@ def markdown_html(
     md: PageRenderer,    # the page's renderer, which gathers the headings
 ) -> str: # html
     "Markdown to html"
-    return MarkdownWithMath(renderer=md).render(src)
+    plugins = [import_plugin(p) for p in (*MarkdownWithMath.DEFAULT_PLUGINS, 'superscript')]
+    return MarkdownWithMath(md, plugins=plugins).render(src)
 
 # %% ../nbs/89_pages.ipynb #a58ebe84
 NOTEBOOK_LINK = re.compile(r'<a\s([^>]*?)href="(?:\./)?([\w-]+)\.ipynb(?:#([^"]*))?"([^>]*)>(.*?)</a>', re.S)
@@ -346,7 +348,7 @@ def widget_view(
     return f'<div class="widget">{widget_html(mid, md, state)}{note}</div>'
 
 # %% ../nbs/89_pages.ipynb #efad4ade
-def figure_html(
+def captioned(
     body: str,    # the outputs' html
     caption: str, # Markdown of the caption, or ''
     md: PageRenderer, # the page's renderer
@@ -370,7 +372,7 @@ def outputs_html(
     rich = [o for o in outs if o['output_type'] in ('display_data', 'execute_result')]
     plain = [o for o in outs if o not in rich]
     body = ''.join(output_html(o, md, state) for o in plain)
-    body += figure_html(''.join(output_html(o, md, state, alt) for o in rich), d.get('fig-cap', '') if rich else '', md)
+    body += captioned(''.join(output_html(o, md, state, alt) for o in rich), d.get('fig-cap', '') if rich else '', md)
     return f'<div class="output">{body}</div>' if body else ''
 
 # %% ../nbs/89_pages.ipynb #c8493aa1
@@ -413,9 +415,10 @@ body { margin:0; color:var(--ink); background:var(--paper); font:1.0625rem/1.62 
 h1,h2,h3,h4,nav,header.top,summary,figcaption,.w-row,.w-note,.not-run,.module,footer,.status,table,.numbers { font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Noto Sans','DejaVu Sans',sans-serif; }
 a { color:var(--accent); text-decoration-thickness:.06em; text-underline-offset:.15em; }
 header.top { border-bottom:1px solid var(--line); font-size:.88rem; }
-header.top nav { max-width:72rem; margin:auto; padding:.7rem 1.2rem; display:flex; flex-wrap:wrap; gap:.3rem 1.2rem; justify-content:space-between; }
+header.top nav { max-width:77rem; margin:auto; padding:.7rem 1.2rem; display:flex; flex-wrap:wrap; gap:.3rem 1.6rem; } header.top nav > :first-child { margin-right:auto; }
 header.top a, .next a { text-decoration:none; } header.top a:hover, .next a:hover { text-decoration:underline; }
-.layout { max-width:72rem; margin:auto; padding:0 1.2rem; display:grid; grid-template-columns:minmax(0,46rem) 15rem; gap:3.5rem; justify-content:center; }
+.layout { max-width:77rem; margin:auto; padding:0 1.2rem; display:grid; grid-template-columns:minmax(0,58rem) 13rem; gap:2.6rem; justify-content:space-between; }
+main > p, main > ul, main > ol, main > h1, main > blockquote, .callout-body > p, .callout-body > ul { max-width:46rem; }
 main { padding:2.2rem 0 4rem; min-width:0; }
 aside { font-size:.86rem; line-height:1.4; } aside nav { position:sticky; top:0; padding:3.2rem 0 1rem; max-height:100vh; overflow:auto; }
 .toc ul { list-style:none; margin:.5rem 0 0; padding:0; } .toc li { margin:.42rem 0; } .toc a { color:var(--soft); text-decoration:none; } .toc a:hover { color:var(--accent); }
@@ -433,15 +436,15 @@ blockquote { margin:1rem 0; padding:.1rem 1rem; border-left:3px solid var(--line
 STYLE_CELLS = '''
 pre, code { font-family:ui-monospace,'SF Mono','Cascadia Mono',Menlo,Consolas,'DejaVu Sans Mono',monospace; }
 code { font-size:.87em; background:var(--tint); padding:.1em .3em; border-radius:3px; } pre code { background:none; padding:0; font-size:1em; }
-pre { font-size:.84rem; line-height:1.5; margin:0; padding:.7rem .9rem; overflow-x:auto; }
+pre { font-size:.78rem; line-height:1.55; margin:0; padding:.7rem .9rem; overflow-x:auto; }
 .highlight { background:var(--tint); border-radius:6px; margin:1rem 0 .5rem; } .code { position:relative; }
 .code.exported .highlight { border-left:3px solid var(--accent); border-radius:0 6px 6px 0; }
 .module { position:absolute; right:.5rem; top:-.62rem; font-size:.68rem; color:var(--accent); background:var(--paper); border:1px solid var(--line); border-radius:9px; padding:0 .5rem; }
 .output { margin:0 0 1.2rem; } .output pre { color:#3c4653; border-left:3px solid var(--line); padding:.3rem .9rem; }
 pre.stderr, pre.error { background:#fff3f2; border-color:#c8352b !important; } .tex-error { background:#fff3f2; color:#b3261e; }
 .not-run { font-size:.82rem; color:#8a5a00; background:#fff8e6; display:inline-block; margin:.1rem 0 1rem; padding:.05rem .6rem; border-radius:9px; }
-figure { margin:1.2rem 0 1.8rem; } img { max-width:100%; height:auto; } figure img { display:block; margin:auto; }
-figcaption { font-size:.88rem; line-height:1.45; color:var(--soft); margin-top:.6rem; }
+figure { margin:1.2rem 0 1.8rem; } img { max-width:100%; height:auto; } figure img { display:block; }
+figcaption { font-size:.88rem; line-height:1.45; color:var(--soft); margin-top:.6rem; max-width:46rem; }
 math { font-size:1.06em; } math[display=block] { margin:1rem 0; overflow-x:auto; overflow-y:hidden; }
 .scroll, .rich { overflow-x:auto; } table { border-collapse:collapse; font-size:.9rem; line-height:1.4; margin:.8rem 0; font-variant-numeric:tabular-nums; }
 th, td { padding:.35rem .75rem .35rem 0; text-align:left; border-bottom:1px solid var(--line); vertical-align:top; } th { font-weight:600; }
@@ -463,8 +466,8 @@ footer { font-size:.8rem; color:var(--soft); margin-top:1.6rem; } .unmade { colo
 .chapters { list-style:none; padding:0; margin:0; } .chapters li { display:grid; grid-template-columns:2.6rem minmax(0,1fr) 7.5rem; gap:.1rem .8rem; padding:.75rem 0; border-bottom:1px solid var(--line); }
 .chapters .no { color:var(--soft); font-variant-numeric:tabular-nums; } .chapters p { margin:.15rem 0 0; font-size:.93rem; line-height:1.45; color:var(--soft); } .chapters .name { font-family:system-ui,sans-serif; font-weight:600; }
 .status { font-size:.82rem; text-align:right; color:var(--soft); } .status.failed { color:#b3261e; font-weight:600; } .status.ok b { color:#256b3a; } .problem { grid-column:2 / 4; } .problem pre { white-space:pre-wrap; }
-@media (max-width:70rem) { .layout { grid-template-columns:minmax(0,46rem); } aside { display:none; } details.toc { display:block; margin:0 0 1.5rem; border:1px solid var(--line); border-radius:6px; font-size:.92rem; } details.toc ul { margin:0; padding:0 .9rem .6rem; } }
-@media (max-width:40rem) { body { font-size:1rem; } h1 { font-size:1.8rem; } h2 { font-size:1.28rem; margin-top:2.2rem; } .promise { font-size:1.1rem; } .layout { padding:0 1rem; } main { padding-top:1.4rem; } pre { font-size:.76rem; }
+@media (max-width:74rem) { .layout { grid-template-columns:minmax(0,58rem); justify-content:center; } aside { display:none; } details.toc { display:block; margin:0 0 1.5rem; border:1px solid var(--line); border-radius:6px; font-size:.92rem; } details.toc ul { margin:0; padding:0 .9rem .6rem; } }
+@media (max-width:40rem) { body { font-size:1rem; } h1 { font-size:1.8rem; } h2 { font-size:1.28rem; margin-top:2.2rem; } .promise { font-size:1.1rem; } .layout { padding:0 1rem; } main { padding-top:1.4rem; } pre { font-size:.74rem; } table { font-size:.82rem; }
   .highlight, .widget { margin-left:-.4rem; margin-right:-.4rem; } .chapters li { grid-template-columns:2rem minmax(0,1fr); } .status { grid-column:2; text-align:left; } .problem { grid-column:1 / 3; } }
 @media print { aside, header.top, .next, details.toc { display:none; } .layout { display:block; } }
 '''
@@ -545,7 +548,7 @@ def page_html(
     "A notebook that was run as one html file that needs nothing else"
     md = PageRenderer(ch.path.parent)
     body, toc = body_html(nb, md, ch), toc_html(md.toc)
-    number = f'Chapter {int(ch.number)}' if ch.number.isdigit() else 'The map'
+    number = f'{"Chapter" if ch.number < "88" else "Appendix"} {int(ch.number)}' if ch.number.isdigit() else 'The map'
     steps = step_link(prev, '← {}'), step_link(next, '{} →')
     main = f'''<main><div class="number">{number}</div><h1>{escape(ch.title)}</h1><p class="promise">{markdown_html(ch.promise, md)[3:-5]}</p>
 <details class="toc"><summary>On this page</summary>{toc}</details>
