@@ -8,18 +8,17 @@ __all__ = ['ALPHABET', 'TEXT_SHA', 'NAMES', 'TOYS', 'Data', 'digits', 'encode_te
            'char_transformer', 'TwoTowers', 'two_towers', 'cross_entropy', 'contrastive', 'predict', 'plain_step',
            'fit', 'accuracy', 'evaluate', 'warmup_cosine', 'Toy', 'get_toy', 'Run', 'train_toy', 'half_pass', 'Study',
            'study', 'code_hash', 'find_studies', 'get_study', 'machine_line', 'results_dir', 'load_study',
-           'study_current', 'run_studies', 'study_summary', 'imagenette']
+           'study_current', 'run_studies', 'study_summary', 'imagenette', 'check_guess', 'check_zero_share',
+           'check_clipped_step', 'check_order_from']
 
 # %% ../nbs/03_toys.ipynb #ce7ebb86
-import ast, hashlib, importlib, inspect, io, json, math, os, pkgutil, platform, time, tokenize
+import hashlib, importlib.util, inspect, io, json, math, multiprocessing, os, pkgutil, platform, threading, time, tokenize
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from urllib.error import URLError
 import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
 from torch.func import functional_call
 from .formats import expect
@@ -44,7 +43,7 @@ def _sklearn_digits():
     "scikit-learn's digits as two arrays, or a sentence that says how to get them"
     try: from sklearn.datasets import load_digits
     except ImportError as e:
-        raise ImportError("The digits come with scikit-learn, which is not installed here: pip install 'mpcourse[data]'") from e
+        raise ImportError("The digits come with scikit-learn, which is not installed: pip install 'mpcourse[data]'") from e
     return load_digits(return_X_y=True)
 
 def digits(
@@ -65,8 +64,8 @@ def _topics():
     "Python's own help topics as one string: sorted, joined, kept to the alphabet"
     try: from pydoc_data.topics import topics
     except ImportError as e:
-        raise ImportError("The text comes with Python's own documentation (pydoc_data), which this Python was installed "
-                          'without: use a Python with its full standard library.') from e
+        raise ImportError("The text comes with Python's own documentation (pydoc_data), which this Python lacks: "
+                          'use a Python with its full standard library.') from e
     known = set(ALPHABET)
     return ''.join(c for c in '\n'.join(topics[k] for k in sorted(topics)) if c in known)
 
@@ -76,7 +75,7 @@ def encode_text(
     "Characters as numbers"
     place = {c: i for i, c in enumerate(ALPHABET)}
     if bad := sorted(set(s) - set(place)):
-        raise ValueError(f'{bad[0]!r} is not in the alphabet of {len(ALPHABET)} symbols (newline and printable ASCII): leave it out.')
+        raise ValueError(f'{bad[0]!r} is not in the alphabet (newline and printable ASCII): leave it out.')
     return torch.tensor([place[c] for c in s], dtype=torch.int64)
 
 # %% ../nbs/03_toys.ipynb #a0ee8da5
@@ -96,10 +95,11 @@ def char_text(
     "400,000 characters of English, 360,000 to train on and 40,000 to judge on"
     text = _topics()[:400_000]
     sha = hashlib.sha256(text.encode()).hexdigest()[:16]
-    note = '' if sha == TEXT_SHA else (f"Python {platform.python_version()}'s help texts differ from those of Python 3.11, "
-                                       'so losses here differ a little from the printed ones')
+    note = '' if sha == TEXT_SHA else (f'the help texts of Python {platform.python_version()} differ from those of '
+                                       'Python 3.11, so losses differ a little from the printed ones')
     ids = encode_text(text).to(device)
-    return Data('char_text', windows(ids[:360_000], context, 1), windows(ids[360_000:], context, context), len(ALPHABET), note=note)
+    parts = windows(ids[:360_000], context, 1), windows(ids[360_000:], context, context)
+    return Data('char_text', *parts, len(ALPHABET), note=note)
 
 # %% ../nbs/03_toys.ipynb #51f046a3
 NAMES = 'zero one two three four five six seven eight nine'.split()
@@ -127,10 +127,11 @@ def batches(
 ) -> Iterator: # of (inputs, targets); inputs is a tuple where the data carry something extra
     "Exactly `steps` shuffled batches of the training part"
     (x, y), gen = data.train, torch.Generator().manual_seed(seed)
-    if not 0 < bs <= len(y): raise ValueError(f'A batch of {bs} cannot be drawn from {len(y)} examples: ask for 1 to {len(y)}.')
+    n = len(y)
+    if not 0 < bs <= n: raise ValueError(f'A batch of {bs} cannot be drawn from {n} examples: ask for 1 to {n}.')
     order = torch.empty(0, dtype=torch.int64)
     for _ in range(steps):
-        if len(order) < bs: order = torch.randperm(len(y), generator=gen)
+        if len(order) < bs: order = torch.randperm(n, generator=gen)
         idx, order = order[:bs].to(y.device), order[bs:]
         xb = _cast(x[idx], dtype)
         yield ((xb, *data.extra) if data.extra else xb), y[idx]
@@ -339,7 +340,7 @@ def fit(
         out = step(model, xb, yb, opt, loss_func)
         records.append(out if isinstance(out, dict) else {'loss': out})
         if on_step and on_step(i, records[-1]): break
-    if not records: raise ValueError('fit was given no batch: the iterable is empty (or was used up by an earlier fit).')
+    if not records: raise ValueError('fit was given no batch: the iterable is empty, or an earlier fit has used it up.')
     return _columns(records)
 
 # %% ../nbs/03_toys.ipynb #2d23ec31
@@ -370,7 +371,7 @@ def warmup_cosine(
     warmup: int, # steps of linear rise
 ) -> Callable: # step number -> factor in (0, 1]
     "Rise linearly, fall along a cosine"
-    if not 0 <= warmup < steps: raise ValueError(f'A warm-up of {warmup} steps does not fit into {steps} steps: it must be shorter.')
+    if not 0 <= warmup < steps: raise ValueError(f'A warm-up of {warmup} steps does not fit into {steps}: shorten it.')
     def factor(i):
         if i < warmup: return (i + 1) / warmup
         return 0.5 * (1 + math.cos(math.pi * (i - warmup) / (steps - warmup)))
@@ -392,18 +393,24 @@ class Toy:
     loss_func: Callable = cross_entropy # (logits, targets) -> 0-dim loss
     warmup: int | None = None         # steps of warm-up before a cosine; None: a constant learning rate
 
-    def schedule(self, steps): return None if self.warmup is None else warmup_cosine(steps, min(self.warmup, steps - 1))
+    def schedule(self, steps):
+        "The factor of the learning rate, for a training of so many steps; None where it is constant"
+        return None if self.warmup is None else warmup_cosine(steps, min(self.warmup, steps - 1))
 
-    def reached(self, run): return self.loss[0] <= run.loss <= self.loss[1] and self.acc[0] <= run.acc <= self.acc[1]
+    def reached(self, run):
+        "Do loss and accuracy lie where FP32's do?"
+        return self.loss[0] <= run.loss <= self.loss[1] and self.acc[0] <= run.acc <= self.acc[1]
 
 # %% ../nbs/03_toys.ipynb #a1a41142
 _sgd, _adam = partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam
 TOYS = {t.name: t for t in (
-    Toy('relu_mlp', 'does not mind FP16, whatever share of its gradient is zero', digits, relu_mlp, _sgd, 400, 64, (0, .1), (.93, 1)),
+    Toy('relu_mlp', 'does not mind FP16, whatever share of its gradient is zero', digits, relu_mlp, _sgd,
+        400, 64, (0, .1), (.93, 1)),
     Toy('cnn', 'convolutions and BatchNorm', digits, cnn, _sgd, 200, 64, (0, .05), (.96, 1)),
-    Toy('deep_sigmoid', 'its gradients vanish in FP16', digits, deep_sigmoid, partial(_adam, lr=6e-3), 600, 128, (.4, 1.5), (.35, 1)),
-    Toy('char_lm', 'a small transformer on English text', char_text, char_transformer, partial(_adam, lr=.01, betas=(.9, .99)),
-        300, 16, (1.6, 2.5), (.35, .7), warmup=20),
+    Toy('deep_sigmoid', 'its gradients vanish in FP16', digits, deep_sigmoid, partial(_adam, lr=6e-3),
+        600, 128, (.4, 1.5), (.35, 1)),
+    Toy('char_lm', 'a small transformer on English text', char_text, char_transformer,
+        partial(_adam, lr=.01, betas=(.9, .99)), 300, 16, (1.6, 2.5), (.33, .7), warmup=20),
     Toy('two_towers', 'pictures and words, with a wide range of gradients', captions, two_towers,
         partial(_adam, lr=.01, eps=1e-10), 600, 256, (0, .8), (.6, 1), contrastive, warmup=100),
 )}
@@ -443,8 +450,8 @@ def train_toy(
     data, model, steps = toy.data(device=device), toy.model(seed=seed, device=device).to(dtype), steps or toy.steps
     bat = batches(data, toy.bs, steps, seed, dtype)
     hist = fit(model, bat, toy.opt(model.parameters()), toy.loss_func, step, toy.schedule(steps), on_step)
-    last = hist['loss'][-20:]
-    return Run(toy, model, hist, sum(last)/len(last), evaluate(model, data, toy.loss_func)['acc'], time.perf_counter() - start)
+    last, seconds = hist['loss'][-20:], time.perf_counter() - start
+    return Run(toy, model, hist, sum(last)/len(last), evaluate(model, data, toy.loss_func)['acc'], seconds)
 
 # %% ../nbs/03_toys.ipynb #40ed0033
 def half_pass(
@@ -457,7 +464,7 @@ def half_pass(
         xb = tuple(_cast(x, dtype) for x in (xb if isinstance(xb, tuple) else (xb,)))
         loss = loss_func(functional_call(model, low, xb).float(), yb)
         opt.zero_grad()
-        (loss * scale).backward()        # a gradient reaches its weight through the cast: a 16-bit number, stored in FP32
+        (loss * scale).backward()        # a gradient comes back through the cast: a 16-bit number, stored in FP32
         for p in model.parameters():
             if p.grad is not None: p.grad /= scale
         opt.step()
@@ -493,9 +500,9 @@ def _bare(src):
     "Source without comments, docstrings and blank lines"
     lines, prev = [list(l) for l in src.splitlines()], tokenize.NEWLINE
     toks = [t for t in tokenize.generate_tokens(io.StringIO(src).readline) if t.type != tokenize.NL]
+    ends = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT)
     for t, after in zip(toks, toks[1:] + toks[-1:]):
-        starts = prev in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-        if t.type == tokenize.COMMENT or (t.type == tokenize.STRING and starts and after.type in (tokenize.NEWLINE, tokenize.COMMENT)):
+        if t.type == tokenize.COMMENT or (t.type == tokenize.STRING and prev in ends and after.type in ends):
             for i in range(t.start[0], t.end[0] + 1):
                 a, b = t.start[1] if i == t.start[0] else 0, t.end[1] if i == t.end[0] else len(lines[i-1])
                 lines[i-1][a:b] = ' ' * (b - a)
@@ -510,7 +517,7 @@ def code_hash(
     parts = [_bare(inspect.getsource(s.func))]
     for m in s.modules:
         spec = importlib.util.find_spec(f'{package}.{m}')
-        if spec is None: raise ValueError(f'Study {s.name!r} names the module {m!r}, which {package} does not have: correct its `modules`.')
+        if spec is None: raise ValueError(f'Study {s.name!r} names {m!r}, which is no module of {package}: correct it.')
         parts.append(_bare(Path(spec.origin).read_text(encoding='utf-8')))
     return hashlib.sha256('\n'.join(parts).encode()).hexdigest()[:16]
 
@@ -544,9 +551,11 @@ def get_study(
 def machine_line() -> str: # processor, cores, system, Python, torch
     "The machine in one line, without its name"
     info = Path('/proc/cpuinfo')
-    cpus = [l.partition(':')[2].strip() for l in info.read_text().splitlines() if l.startswith('model name')] if info.exists() else []
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpus = [l.partition(':')[2].strip() for l in lines if l.startswith('model name')]
     cpu = cpus[0] if cpus else platform.processor() or platform.machine()
-    return f'{cpu}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}'
+    versions = f'Python {platform.python_version()}, torch {torch.__version__}'
+    return f'{cpu}, {os.cpu_count()} cores, {platform.system()}, {versions}'
 
 def results_dir(
     path=None, # a folder; None: nbs/results of the clone that this package runs from
@@ -555,7 +564,7 @@ def results_dir(
     if path is not None: return Path(path)
     nbs = Path(importlib.util.find_spec('mpcourse').origin).parents[1] / 'nbs'
     if not nbs.is_dir():
-        raise FileNotFoundError('The stored results are part of a clone of the course, and this mpcourse is installed without one: '
+        raise FileNotFoundError('The stored results are part of a clone of the course, and this is not one: '
                                 'clone the repository, or give a folder as `path`.')
     return nbs / 'results'
 
@@ -566,7 +575,8 @@ def load_study(
     "A stored result"
     name = name.name if isinstance(name, Study) else name
     file = results_dir(path) / f'{name}.json'
-    if not file.exists(): raise FileNotFoundError(f'There is no stored result of the study {name!r}: run `make studies`.')
+    if not file.exists():
+        raise FileNotFoundError(f'There is no stored result of the study {name!r}: run `make studies`.')
     return json.loads(file.read_text(encoding='utf-8'))
 
 def study_current(
@@ -595,7 +605,6 @@ def _one(module, name, row, seed):
 
 def _worker():
     "One thread, and no life after the parent's"
-    import threading, multiprocessing
     torch.set_num_threads(1)
     def follow():
         multiprocessing.parent_process().join()
@@ -605,10 +614,10 @@ def _worker():
 def _results(s, tasks, workers):
     "Results of the tasks as they come"
     module = s.func.__module__
-    if workers < 2 or module == '__main__':                 # a notebook's own function cannot be sent to another process
+    if workers < 2 or module == '__main__':     # a notebook's own function cannot be sent to another process
         for t in tasks: yield _timed(s, *t)
         return
-    pool = ProcessPoolExecutor(min(workers, len(tasks)), get_context('spawn'), _worker)
+    pool = ProcessPoolExecutor(min(workers, len(tasks)), multiprocessing.get_context('spawn'), _worker)
     try:
         for job in as_completed([pool.submit(_one, module, s.name, *t) for t in tasks]): yield job.result()
     finally: pool.shutdown(cancel_futures=True)
@@ -664,7 +673,8 @@ def run_studies(
     if not todo: print(f'There is nothing to run: no module of {package} declares a study.')
     folder = results_dir(path)
     try: folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e: raise OSError(f'The folder {folder} for the results cannot be made ({e.strerror}): give another `path`.') from e
+    except OSError as e:
+        raise OSError(f'The folder {folder} for results cannot be made ({e.strerror}): give another `path`.') from e
     return [_run_study(s, folder, workers or os.cpu_count() or 1, progress) for s in todo]
 
 # %% ../nbs/03_toys.ipynb #ad5975e4
@@ -683,18 +693,21 @@ def _untar_imagenette(size):
     "The unpacked folder, downloaded if need be"
     if size not in (160, 320): raise ValueError(f'Imagenette comes in the sizes 160 and 320, not {size}.')
     try: from fastai.data.external import untar_data, URLs
-    except ImportError as e: raise ImportError('Imagenette is downloaded by fastai, which is not installed here: pip install fastai') from e
+    except ImportError as e:
+        raise ImportError('Imagenette is downloaded by fastai, which is not installed: pip install fastai') from e
     try: return Path(untar_data(URLs.IMAGENETTE_160 if size == 160 else URLs.IMAGENETTE_320))
     except OSError as e:      # URLError, timeouts and refused connections are all OSErrors
-        raise ConnectionError(f'Imagenette could not be downloaded ({e}): connect to a network, give the unpacked folder as `path`, '
-                              'or use digits(), which needs neither.') from e
+        raise ConnectionError(f'Imagenette could not be downloaded ({e}): connect to a network, give the unpacked '
+                              'folder as `path`, or use digits(), which needs neither.') from e
 
 def _read_photos(folder, size, limit):
     "All photos of a folder of class folders, cut to squares: bytes (N, 3, size, size), classes (N,)"
     from PIL import Image, ImageOps
     classes = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-    files = [(f, k) for k, c in enumerate(classes) for f in sorted((folder / c).iterdir()) if f.suffix.lower() in ('.jpeg', '.jpg', '.png')]
-    if not files: raise FileNotFoundError(f'There are no photos in class folders under {folder}: give the unpacked imagenette2-160 as `path`.')
+    files = [(f, k) for k, c in enumerate(classes) for f in sorted((folder / c).iterdir())
+             if f.suffix.lower() in ('.jpeg', '.jpg', '.png')]
+    if not files:
+        raise FileNotFoundError(f'{folder} has no class folders with photos: give the unpacked imagenette2-160 as `path`.')
     if limit: files = files[::max(1, -(-len(files) // limit))]
     x = np.stack([np.asarray(ImageOps.fit(Image.open(f).convert('RGB'), (size, size))) for f, _ in files])
     return torch.from_numpy(x).permute(0, 3, 1, 2).contiguous(), torch.tensor([k for _, k in files])
@@ -709,3 +722,54 @@ def imagenette(
     root = Path(path) if path is not None else _untar_imagenette(size)
     parts = [tuple(t.to(device) for t in _read_photos(root / p, size, limit)) for p in ('train', 'val')]
     return Data('imagenette', *parts, 10)
+
+# %% ../nbs/03_toys.ipynb #33f24852
+def check_guess(
+    f, # n -> float
+):
+    "Check exercise 1 of chapter 03"
+    for n in (2, 10, 96):
+        got, want = f(n), cross_entropy(torch.zeros(1, n), torch.tensor([0])).item()
+        assert got is not None, f'guess({n}) returned nothing: replace the stub with your solution.'
+        assert abs(got - want) < 1e-5, f'guess({n}) gave {got}; the cross-entropy of {n} equal logits is {want:.4f}.'
+
+# %% ../nbs/03_toys.ipynb #231b15f7
+def check_zero_share(
+    f, # list of tensors -> float
+):
+    "Check exercise 2 of chapter 03"
+    one, tiny = torch.ones(()), torch.full((2,), 2.**-24, dtype=torch.float16)
+    expect(f, [(([torch.zeros(3), torch.ones(1)],), 0.75),
+               (([torch.zeros(2, 3), torch.ones(2, 5, dtype=torch.float16)],), 0.375),
+               (([torch.tensor([-0., 1.]), one, one],), 0.25),
+               (([tiny, torch.zeros(2)],), 0.5)])
+
+# %% ../nbs/03_toys.ipynb #bc2b415d
+def check_clipped_step(
+    f, # a step for `fit`
+):
+    "Check exercise 3 of chapter 03"
+    for factor, want in ((100., 1.), (0.01, None)):     # a long gradient, which is clipped, and a short one, which is not
+        net, data = relu_mlp(), digits()
+        before = [p.detach().clone() for p in net.parameters()]
+        opt = torch.optim.SGD(net.parameters(), lr=1.)
+        for p in net.parameters(): p.grad = torch.full_like(p, 1e6)      # left over from somewhere
+        rec = f(net, *next(batches(data, 64, 1)), opt, lambda p, y: factor * cross_entropy(p, y))
+        assert isinstance(rec, dict) and set(rec) == {'loss', 'norm'}, f"The step returned {rec!r}; wanted 'loss', 'norm'."
+        moved = torch.cat([(p.detach() - q).flatten() for p, q in zip(net.parameters(), before)]).norm().item()
+        want = want or float(rec['norm'])
+        assert abs(moved - want) < 1e-3 * want, f'With lr 1 the weights moved by {moved:.4g}; expected {want:.4g}.'
+        assert (rec['norm'] > 1) == (factor > 1), f"'norm' is {float(rec['norm']):.4g}: record it before clipping."
+
+# %% ../nbs/03_toys.ipynb #505696af
+def check_order_from(
+    f, # (n, bs, seed, start) -> iterator of index tensors
+):
+    "Check exercise 4 of chapter 03"
+    for n, bs, seed, start in ((10, 5, 0, 0), (10, 3, 0, 1), (10, 3, 1, 3), (10, 3, 1, 7), (7, 7, 2, 4)):
+        ids = torch.arange(n)
+        want = [xb for xb, _ in batches(Data('ids', (ids, ids), (ids, ids), n), bs, start + 5, seed)][start:]
+        got = f(n, bs, seed, start)
+        assert got is not None, 'order_from returned nothing: replace the stub with your solution.'
+        for k, (a, b) in enumerate(zip(want, got)):
+            assert a.tolist() == list(b), f'order_from({n}, {bs}, {seed}, {start}): batch {k} is {list(b)}, not {a.tolist()}.'
