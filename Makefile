@@ -1,0 +1,41 @@
+# make course · test · lab · site · studies · bench · readme
+# Each target sets up .venv by itself; a second run installs nothing. settings.ini says what is installed.
+PYTHON ?= python3
+BIN := .venv/bin
+CHAPTERS ?=
+OUT ?= _course
+
+.PHONY: help course test lab site studies bench readme
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+course: .venv/.installed ## run the chapters and write their pages to _course/ (CHAPTERS="02 05" for some)
+	@$(BIN)/mpcourse run $(CHAPTERS) --out $(OUT)
+
+test: .venv/.installed ## everything that CI checks
+	@$(BIN)/python tests/run.py
+
+lab: .venv/.installed ## JupyterLab on the notebooks
+	@$(BIN)/jupyter lab --notebook-dir=nbs $(LAB)
+
+site: .venv/.installed ## the site, with Quarto, to _docs/
+	@$(BIN)/python .ci/site.py
+
+studies: .venv/.installed ## results over many seeds, to nbs/results/ (takes minutes, can be interrupted)
+	@$(BIN)/python -c 'from mpcourse.toys import run_studies; run_studies()'
+
+bench: .venv/.installed ## timings, to bench/results/
+	@$(BIN)/python bench/run.py $(BENCH)
+
+readme: .venv/.installed ## README.md from nbs/index.ipynb
+	@$(BIN)/python -c 'from mpcourse.course import write_readme; print(write_readme())'
+
+.venv/.installed: settings.ini setup.py pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "mpcourse needs Python 3.10 or newer, and $(PYTHON) is not: name another one, as in make course PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing into .venv; the first time this takes a few minutes."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
