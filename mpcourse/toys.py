@@ -458,9 +458,10 @@ def half_pass(
     dtype=torch.float16, # of weights, activations and gradients during the pass
     scale: float = 1.,   # factor on the loss, taken out of the gradients again in FP32
 ) -> Callable: # a step for `fit`
-    "Forward and backward in `dtype`; weights, loss and optimizer in FP32. For models and batches in FP32"
+    "Forward and backward in `dtype`; weights, BatchNorm, loss and optimizer in FP32. For models and data in FP32"
     def step(model, xb, yb, opt, loss_func):
-        low = {n: p.to(dtype) for n, p in model.named_parameters()}
+        keep = {n for n, m in model.named_modules() if any(b.is_floating_point() for b in m.buffers(recurse=False))}
+        low = {n: p if n.rpartition('.')[0] in keep else p.to(dtype) for n, p in model.named_parameters()}
         xb = tuple(_cast(x, dtype) for x in (xb if isinstance(xb, tuple) else (xb,)))
         loss = loss_func(functional_call(model, low, xb).float(), yb)
         opt.zero_grad()
