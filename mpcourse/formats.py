@@ -294,7 +294,7 @@ def values(self:FloatFormat)->torch.Tensor: # float64, ascending, −0 left out
     "All finite values; ValueError for a format of more than 16 bits"
     if self.bits > 16: raise ValueError(f'{self.name} has 2^{self.bits} codes: values() is for formats of 16 bits at most.')
     v = self.decode(torch.arange(2**self.bits))
-    return v[v.isfinite()].unique()
+    return (v[v.isfinite()] + 0.).unique() # −0 + 0 = +0
 
 # %% ../nbs/01_formats.ipynb #5fda177c
 def plot_values(
