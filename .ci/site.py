@@ -6,7 +6,7 @@ import os, shutil, subprocess, sys, tempfile
 from pathlib import Path
 
 import nbformat
-from mpcourse.course import chapters, executed, run_course, source_hash
+from mpcourse.course import chapters, executed, is_fresh, run_course
 from mpcourse.pages import PageRenderer, widget_view
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,11 +17,8 @@ NO_QUARTO = ('The site is built with Quarto, and there is no `quarto` on the PAT
 
 def stale(out):
     "The chapters without an executed copy of their present source"
-    def is_fresh(ch):
-        nb = executed(ch, out)
-        now = source_hash(nbformat.read(ch.path, as_version=4))
-        return nb is not None and nb.metadata.get('mpcourse', {}).get('source') == now and nb.metadata['mpcourse']['status'] == 'ok'
-    return [ch for ch in chapters(ROOT/'nbs') if not is_fresh(ch)]
+    def is_good(ch, nb): return nb is not None and is_fresh(nb, ch) and nb.metadata['mpcourse']['status'] == 'ok'
+    return [ch for ch in chapters(ROOT/'nbs') if not is_good(ch, executed(ch, out))]
 
 
 def plain_output(out, state):

@@ -37,7 +37,8 @@ def positive(
 # %% ../nbs/91_cli.ipynb #b05d8fce
 def make_parser() -> argparse.ArgumentParser: # knows every sub-command
     "The command line's grammar"
-    p = argparse.ArgumentParser(prog='mpcourse', description='A course and a library in one: why 16 and 8 bits break training, and how each remedy works.')
+    about = 'Why 16 and 8 bits break training, and how each remedy works.'
+    p = argparse.ArgumentParser(prog='mpcourse', description=about)
     sub = p.add_subparsers(dest='command', required=True, metavar='run | doctor')
     r = sub.add_parser('run', help='run the chapters and write their pages', description=run.__doc__)
     r.add_argument('chapters', nargs='*', help="numbers or names, such as 02 rounding; all if none is given")

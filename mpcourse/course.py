@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PARTS', 'CourseError', 'find_nbs', 'chapters', 'select', 'skip_reason', 'prepare', 'write_text', 'open_folder',
            'Outcome', 'kernel_env', 'make_client', 'describe_error', 'run_chapter', 'source_hash', 'save_executed',
-           'mark_unreached', 'count_cells', 'Progress', 'run_all', 'run_async', 'executed', 'run_note', 'part_of',
-           'status_html', 'entry_html', 'list_html', 'index_html', 'write_pages', 'summary', 'run_course',
+           'mark_unreached', 'count_cells', 'Progress', 'run_all', 'run_async', 'executed', 'is_fresh', 'run_note',
+           'part_of', 'status_html', 'entry_html', 'list_html', 'index_html', 'write_pages', 'summary', 'run_course',
            'readme_output', 'readme_cell', 'readme', 'write_readme', 'readme_current']
 
 # %% ../nbs/90_course.ipynb #52a0e8af
@@ -113,7 +113,8 @@ def open_folder(
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out): return out.resolve()
     except OSError as e:
-        raise CourseError(f'The folder {str(out)!r} cannot be written ({e.strerror}): name another with --out, or change its owner.') from e
+        raise CourseError(f'The folder {str(out)!r} cannot be written ({e.strerror}): '
+                          'name another with --out, or change its owner.') from e
 
 # %% ../nbs/90_course.ipynb #1416d131
 @dataclass
@@ -132,7 +133,7 @@ def kernel_env(
 ) -> dict: # environment variables
     "The environment of a chapter's kernel"
     one = {f'{v}_NUM_THREADS': '1' for v in ('OMP', 'MKL', 'OPENBLAS', 'NUMEXPR')}
-    return {**os.environ, **one, 'MPCOURSE_PAGES': '1', 'IPYTHONDIR': folder, 'PYTHONWARNINGS': 'default', 'TQDM_DISABLE': '1'}
+    return {**os.environ, **one, 'MPCOURSE_PAGES': '1', 'IPYTHONDIR': folder, 'TQDM_DISABLE': '1'}
 
 # %% ../nbs/90_course.ipynb #3ae54365
 def make_client(
@@ -144,8 +145,9 @@ def make_client(
 ) -> NotebookClient: # ready to execute
     "A client with a fresh kernel of this interpreter"
     km = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), kernel_name='python3')
+    quiet = ['--log-level=ERROR', '--HistoryManager.enabled=False']
     return NotebookClient(nb, km=km, timeout=timeout, startup_timeout=180, store_widget_state=True, record_timing=False,
-                          extra_arguments=['--log-level=ERROR', '--HistoryManager.enabled=False'], resources={'metadata': {'path': str(folder)}},
+                          extra_arguments=quiet, resources={'metadata': {'path': str(folder)}},
                           on_cell_execute=on_start, on_cell_executed=on_done)
 
 # %% ../nbs/90_course.ipynb #b4487dfc
@@ -156,10 +158,12 @@ def describe_error(
     e: BaseException # what came out
 ) -> str: # a sentence and the cell's first line
     "Name notebook, cell and exception"
-    what = f'{e.ename}: {e.evalue}' if isinstance(e, CellExecutionError) else f'{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ""}'
+    is_cell = isinstance(e, CellExecutionError)
+    name, value = (e.ename, e.evalue) if is_cell else (type(e).__name__, str(e).strip().split('\n')[0])
+    what = re.sub(r'\x1b\[[0-9;]*m', '', f'{name}: {value}').rstrip(': ')
     if i is None: return f'{ch.path.name} did not start: {what}'
-    code = split_directives(nb.cells[i].source)[1].strip().splitlines()
-    return f'{ch.path.name}, cell {i+1}: {re.sub(chr(27) + r"[[][0-9;]*m", "", what)}\n    {code[0] if code else ""}'
+    code = split_directives(nb.cells[i].source)[1].strip().split('\n')[0]
+    return f'{ch.path.name}, cell {i+1}: {what}\n    {code}'
 
 # %% ../nbs/90_course.ipynb #2588b125
 async def run_chapter(
@@ -190,7 +194,8 @@ def source_hash(
     nb: dict, # a notebook
 ) -> str: # twelve hexadecimal digits
     "A fingerprint of what its cells say, whatever they printed"
-    return hashlib.sha256(json.dumps([[c['cell_type'], ''.join(c['source'])] for c in nb['cells']]).encode()).hexdigest()[:12]
+    said = json.dumps([[c['cell_type'], ''.join(c['source'])] for c in nb['cells']])
+    return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 # %% ../nbs/90_course.ipynb #7846cb61
 def save_executed(
@@ -211,8 +216,8 @@ def mark_unreached(
 ):
     "Note beside each cell after the failure that it was not reached"
     for c in nb.cells:
-        if c.cell_type == 'code' and c.execution_count is None and not c.outputs and c.source.strip() and 'mpcourse' not in c.metadata:
-            c.metadata['mpcourse'] = {'skipped': 'not reached'}
+        if c.cell_type != 'code' or c.execution_count is not None or c.outputs: continue
+        if c.source.strip() and 'mpcourse' not in c.metadata: c.metadata['mpcourse'] = {'skipped': 'not reached'}
 
 # %% ../nbs/90_course.ipynb #56fc60a5
 def count_cells(
@@ -229,7 +234,8 @@ class Progress:
         show: bool=True,  # whether to draw the bar
     ):
         self.total, self.at, self.done, self.n = {c.stem: count_cells(c) for c in chs}, {}, 0, len(chs)
-        self.bar = tqdm(total=sum(self.total.values()), unit='cell', disable=not show, dynamic_ncols=True, mininterval=.3 if sys.stderr.isatty() else 10)
+        every = .3 if sys.stderr.isatty() else 10  # seconds between two drawings: a log gets few lines
+        self.bar = tqdm(total=sum(self.total.values()), unit='cell', disable=not show, mininterval=every)
         self.show()
 
     def show(self):
@@ -284,17 +290,27 @@ def executed(
     return nbformat.read(path, as_version=4) if path.exists() else None
 
 # %% ../nbs/90_course.ipynb #4e4f3b5d
+def is_fresh(
+    nb: dict,    # an executed notebook
+    ch: Chapter, # its chapter
+) -> bool: # whether its source is still the same
+    "Whether an executed copy was made from the notebook as it is now"
+    now = source_hash(json.loads(ch.path.read_text(encoding='utf-8')))
+    return nb.metadata.get('mpcourse', {}).get('source') == now
+
+# %% ../nbs/90_course.ipynb #02a015da
 def run_note(
     nb: dict, # an executed notebook
     ch: Chapter, # its chapter
 ) -> str: # html
     "The line at a page's foot"
-    rec = nb.metadata.get('mpcourse', {})
-    stale = '' if rec.get('source') == source_hash(json.loads(ch.path.read_text(encoding='utf-8'))) else ' The notebook has changed since.'
-    return f'Ran in {rec.get("seconds", 0):.1f} s on one thread. <a href="{ch.path.name}" download>The notebook, as run</a>.{stale}'
+    took = nb.metadata.get('mpcourse', {}).get('seconds', 0)
+    stale = '' if is_fresh(nb, ch) else ' It has changed since.'
+    return f'Ran in {took:.1f} s on one thread. <a href="{ch.path.name}" download>The notebook, as run</a>.{stale}'
 
-# %% ../nbs/90_course.ipynb #02a015da
-PARTS = {0: 'Before you start', 1: 'Part I · Numbers and failures', 6: 'Part II · Training in FP16', 10: 'Part III · Choosing the scale',
+# %% ../nbs/90_course.ipynb #4ef96282
+PARTS = {0: 'Before you start', 1: 'Part I · Numbers and failures', 6: 'Part II · Training in FP16',
+         10: 'Part III · Choosing the scale',
          19: 'Part IV · Scaling the operations instead', 88: 'Appendix'}
 
 # %% ../nbs/90_course.ipynb #45d03c6b
@@ -314,9 +330,10 @@ def status_html(
     rec = nb.metadata.get('mpcourse', {})
     seconds = f'{rec.get("seconds", 0):.1f} s'
     if rec.get('status') == 'failed':
-        return f'<div class="status failed">failed, {seconds}</div><div class="problem"><pre class="error">{escape(rec["error"])}</pre></div>'
+        problem = f'<div class="problem"><pre class="error">{escape(rec["error"])}</pre></div>'
+        return f'<div class="status failed">failed, {seconds}</div>{problem}'
     skipped = f', {rec["skipped"]} cell{"s" * (rec["skipped"] > 1)} not run here' if rec.get('skipped') else ''
-    stale = '' if rec.get('source') == source_hash(json.loads(ch.path.read_text(encoding='utf-8'))) else ', since changed'
+    stale = '' if is_fresh(nb, ch) else ', since changed'
     return f'<div class="status ok"><b>ok</b>, {seconds}{skipped}{stale}</div>'
 
 # %% ../nbs/90_course.ipynb #34c1f897
@@ -327,7 +344,8 @@ def entry_html(
     "A chapter in the list: number, title, promise, status"
     title = escape(ch.title)
     name = f'<a href="{ch.stem}.html">{title}</a>' if nb else title
-    return f'<li><div class="no">{ch.number}</div><div><span class="name">{name}</span><p>{escape(ch.promise)}</p></div>{status_html(nb, ch)}</li>'
+    what = f'<div><span class="name">{name}</span><p>{escape(ch.promise)}</p></div>'
+    return f'<li><div class="no">{ch.number}</div>{what}{status_html(nb, ch)}</li>'
 
 # %% ../nbs/90_course.ipynb #20984431
 def list_html(
@@ -348,16 +366,16 @@ def index_html(
     pages: dict, # notebook stem → whether its page is made
 ) -> str: # a whole html document
     "The first page: the list of chapters, then the index notebook"
-    index = next(((c, nb) for c,nb in runs if c.number == 'index'), None)
-    rest = [(c, nb) for c,nb in runs if c.number != 'index']
-    md = PageRenderer(index[0].path.parent if index else '.')
-    body = relink(body_html(index[1], md, index[0]), pages) if index and index[1] else ''
-    title, promise = (index[0].title, index[0].promise) if index else ('mpcourse', 'Mixed-precision training, from the bits up.')
-    lead = f'<h1>{escape(title)}</h1><p class="promise">{escape(promise)}</p>'
-    state = status_html(*index[::-1]) if index and index[1] and index[1].metadata.get('mpcourse', {}).get('status') == 'failed' else ''
+    unnamed = Chapter(Path('index.ipynb'), 'index', 'mpcourse', 'Mixed-precision training, from the bits up.')
+    index, nb = next(((c, nb) for c,nb in runs if c.number == 'index'), (unnamed, None))
+    md = PageRenderer(index.path.parent)
+    body = relink(body_html(nb, md, index), pages) if nb else ''
+    failed = status_html(nb, index) if nb and nb.metadata.get('mpcourse', {}).get('status') == 'failed' else ''
     toc = toc_html([(2, 'chapters', 'Chapters'), *md.toc])
-    main = f'<main>{lead}{state}<h2 id="chapters">Chapters</h2>{list_html(rest)}{body}</main>'
-    return shell_html(title, f'{main}<aside><nav class="toc"><b>On this page</b>{toc}</nav></aside>', about=promise)
+    main = f'''<main><h1>{escape(index.title)}</h1><p class="promise">{escape(index.promise)}</p>{failed}
+<h2 id="chapters">Chapters</h2>{list_html([(c, n) for c,n in runs if c.number != 'index'])}{body}</main>
+<aside><nav class="toc"><b>On this page</b>{toc}</nav></aside>'''
+    return shell_html(index.title, main, about=index.promise)
 
 # %% ../nbs/90_course.ipynb #7412ea3a
 def write_pages(
@@ -383,10 +401,11 @@ def summary(
     out: Path,      # the folder of pages
 ) -> str: # some lines
     "The table that a run ends with"
-    lines = [f'{o.chapter.number:>5}  {o.chapter.title[:38]:<38}{o.cells:>6}{o.seconds:>9.1f}  {o.status}' for o in outcomes]
-    bad = [o for o in outcomes if o.status != 'ok']
-    head = f'{"no.":>5}  {"chapter":<38}{"cells":>6}{"seconds":>9}  status'
-    total = f'{len(outcomes) - len(bad)} of {len(outcomes)} chapters ran in {seconds:.0f} s; read them in {out/"index.html"}'
+    row = lambda no, title, cells, secs, status: f'{no:>5}  {title[:38]:<38}{cells:>6}{secs:>9}  {status}'
+    lines = [row(o.chapter.number, o.chapter.title, o.cells, f'{o.seconds:.1f}', o.status) for o in outcomes]
+    bad, n = [o for o in outcomes if o.status != 'ok'], len(outcomes)
+    head = row('no.', 'chapter', 'cells', 'seconds', 'status')
+    total = f'{n - len(bad)} of {n} chapters ran in {seconds:.0f} s; read them in {out/"index.html"}'
     return '\n'.join([head, *lines, '', *(f'FAILED {o.error}' for o in bad), total])
 
 # %% ../nbs/90_course.ipynb #0ac22509
@@ -427,12 +446,14 @@ def readme_cell(
 ) -> str: # Markdown, '' for a cell that is not shown
     "A cell as Markdown"
     src = ''.join(cell['source'])
-    if cell['cell_type'] == 'markdown': return '\n'.join(t.strip('\n') for kind,t in split_fences(src) if kind == 'md').strip()
+    if cell['cell_type'] == 'markdown':
+        return '\n'.join(t.strip('\n') for kind,t in split_fences(src) if kind == 'md').strip()
     if cell['cell_type'] != 'code': return ''
     d, code = directives(src), split_directives(src)[1].strip()
     if is_hidden(d): return ''
     shown = '' if not code or is_off(d, 'echo') or 'hide_input' in d else f'```python\n{code}\n```'
-    outs = [] if 'hide_output' in d or is_off(d, 'output') else [readme_output(o, save, d.get('fig-alt', '')) for o in cell['outputs']]
+    outs = [] if 'hide_output' in d or is_off(d, 'output') else cell['outputs']
+    outs = [readme_output(o, save, d.get('fig-alt', '')) for o in outs]
     cap = [f'*{d["fig-cap"]}*'] if d.get('fig-cap') and outs else []
     return '\n\n'.join(t for t in (shown, *outs, *cap) if t)
 
@@ -476,5 +497,5 @@ def readme_current(
     "Whether README.md is what `write_readme` would write"
     nbs = find_nbs(nbs)
     text, images = readme(nbs/'index.ipynb')
-    path = nbs.parent/'README.md'
-    return path.exists() and path.read_text(encoding='utf-8') == text and all((nbs/n).exists() and (nbs/n).read_bytes() == b for n,b in images.items())
+    wanted = {nbs.parent/'README.md': text.encode(), **{nbs/name: png for name,png in images.items()}}
+    return all(p.exists() and p.read_bytes() == data for p,data in wanted.items())

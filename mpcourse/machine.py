@@ -54,7 +54,8 @@ def cores() -> int: # those that this process may use
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 # %% ../nbs/88_machine.ipynb #eee68034
-DTYPES = {'fp16': 'float16', 'bf16': 'bfloat16', 'e4m3': 'float8_e4m3fn', 'e5m2': 'float8_e5m2', 'e4m3fnuz': 'float8_e4m3fnuz', 'e5m2fnuz': 'float8_e5m2fnuz', 'e8m0': 'float8_e8m0fnu'}
+DTYPES = {'fp16': 'float16', 'bf16': 'bfloat16', 'e4m3': 'float8_e4m3fn', 'e5m2': 'float8_e5m2',
+          'e4m3fnuz': 'float8_e4m3fnuz', 'e5m2fnuz': 'float8_e5m2fnuz', 'e8m0': 'float8_e8m0fnu'}
 
 # %% ../nbs/88_machine.ipynb #efc1070e
 def casts(
@@ -122,22 +123,25 @@ def tf32_setting() -> str: # in words
     if not has_cuda(): return 'needs an NVIDIA GPU'
     if torch.cuda.get_device_capability()[0] < 8: return 'this GPU is older than TF32'
     precision = torch.get_float32_matmul_precision()
-    return 'off (FP32 products are exact)' if precision == 'highest' else f'on (torch.get_float32_matmul_precision() is {precision!r})'
+    if precision == 'highest': return 'off (FP32 products keep FP32)'
+    return f'on (torch.get_float32_matmul_precision() is {precision!r})'
 
 # %% ../nbs/88_machine.ipynb #3f09d312
 def advise(
     r: Report, # what was found
 ) -> list: # sentences
     "What to use on such a machine"
-    gpu = bool(r.devices)
-    out = []
-    if not gpu: out.append('Train in FP32 on this CPU; run the FP16 chapters as they are, they use emulate.fast_half, '
-                           f'because native FP16 is {in_words(r.fp16_speed)} here.')
-    if not gpu and r.bf16_speed > 1.5: out.append(f'BF16 is {in_words(r.bf16_speed)} on this CPU: torch.autocast("cpu", torch.bfloat16) is worth a try.')
-    if gpu and r.bf16_speed > 1.5: out.append('BF16 is fast here and needs no loss scale: start with it, and use FP16 with a loss scaler where its three extra bits of fraction matter.')
+    gpu, cpu, out = bool(r.devices), not r.devices, []
+    if cpu: out.append('Train in FP32 on this CPU; run the FP16 chapters as they are, they use emulate.fast_half, '
+                       f'because native FP16 is {in_words(r.fp16_speed)} here.')
+    if cpu and r.bf16_speed > 1.5: out.append(f'BF16 is {in_words(r.bf16_speed)} on this CPU: '
+                                              'torch.autocast("cpu", torch.bfloat16) is worth a try.')
+    if gpu and r.bf16_speed > 1.5: out.append('BF16 is fast here and needs no loss scale: start with it, and use FP16 '
+                                              'with a loss scaler where its three extra bits of fraction matter.')
     elif gpu and r.fp16_speed > 1.5: out.append('FP16 is fast here and BF16 is not: train in FP16 with a loss scaler.')
     elif gpu: out.append('Neither FP16 nor BF16 is faster than FP32 here: train in FP32 unless memory is short.')
-    if r.torchvision: out.append(f'torchvision does not import ({r.torchvision}): install the build that matches torch {r.versions["torch"]}, or remove it; the course does not need it.')
+    if r.torchvision: out.append(f'torchvision does not import ({r.torchvision}): install the build that matches torch '
+                                 f'{r.versions["torch"]}, or remove it; the course does not need it.')
     return out
 
 # %% ../nbs/88_machine.ipynb #999d6b07
@@ -146,7 +150,8 @@ def examine() -> Report: # what was found, with advice
     device = 'cuda' if has_cuda() else 'cpu'
     versions = {p: version(p) for p in ('torch', 'fastai', 'fastcore', 'torchvision', 'mpcourse')}
     vision = '' if versions['torchvision'] == 'not installed' else imports('torchvision')
-    r = Report(platform.python_version(), versions, cores(), torch.get_num_threads(), devices(), {f: casts(d, device) for f,d in DTYPES.items()},
+    formats = {f: casts(d, device) for f,d in DTYPES.items()}
+    r = Report(platform.python_version(), versions, cores(), torch.get_num_threads(), devices(), formats,
                speed_ratio(torch.float16, device), speed_ratio(torch.bfloat16, device), tf32_setting(), vision)
     r.advice = advise(r)
     return r
@@ -157,9 +162,11 @@ def report_rows(
 ) -> list: # (what, finding) pairs of text
     "A report as the rows of a table"
     have, lack = [[f for f,ok in r.formats.items() if ok is want] for want in (True, False)]
-    versions = {**r.versions, 'torchvision': r.versions['torchvision'] + (f': does not import, {r.torchvision}' if r.torchvision else '')}
+    vision = f': does not import, {r.torchvision}' if r.torchvision else ''
+    versions = {**r.versions, 'torchvision': r.versions['torchvision'] + vision}
     return [('Python', r.python), *versions.items(), ('cores', f'{r.cores} (torch uses {r.threads} threads)'),
-            ('devices', '; '.join(r.devices) or 'no accelerator'), ('casts to', ' '.join(have)), ('lacks', ' '.join(lack) or 'none'),
+            ('devices', '; '.join(r.devices) or 'no accelerator'),
+            ('casts to', ' '.join(have)), ('lacks', ' '.join(lack) or 'none'),
             ('FP16 matmul', in_words(r.fp16_speed)), ('BF16 matmul', in_words(r.bf16_speed)),
             ('TF32', r.tf32)]
 

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['SAME_ENVIRONMENT', 'NOTEBOOK_LINK', 'CONTROLS', 'BOXES', 'CSP', 'STYLE', 'STYLE_CELLS', 'STYLE_REST', 'FROM_TAG',
            'FROM_CSS', 'Chapter', 'read_chapter', 'split_directives', 'unquote', 'directives', 'is_off', 'is_hidden',
-           'mathml', 'slug', 'PageRenderer', 'markdown_html', 'relink', 'split_fences', 'open_fence', 'fenced_html',
-           'highlight', 'image_html', 'data_html', 'output_html', 'w_slider', 'w_choice', 'w_check', 'w_text', 'w_area',
-           'w_html', 'w_label', 'w_progress', 'w_image', 'widget_html', 'widget_view', 'captioned', 'outputs_html',
-           'code_html', 'cell_html', 'css', 'shell_html', 'outside', 'toc_html', 'step_link', 'body_html', 'page_html']
+           'mathml', 'slug', 'PageRenderer', 'markdown_html', 'inline_html', 'relink', 'split_fences', 'open_fence',
+           'fenced_html', 'highlight', 'image_html', 'data_html', 'output_html', 'w_slider', 'w_choice', 'w_check',
+           'w_text', 'w_area', 'w_html', 'w_label', 'w_progress', 'w_image', 'widget_html', 'widget_view', 'captioned',
+           'outputs_html', 'code_html', 'cell_html', 'css', 'shell_html', 'outside', 'toc_html', 'step_link',
+           'body_html', 'page_html']
 
 # %% ../nbs/89_pages.ipynb #88898e8e
 import base64, json, math, re
@@ -52,7 +53,8 @@ def read_chapter(
     quote = ' '.join(line[1:].strip() for line in first.splitlines() if line.startswith('>'))
     module = next((m for t in texts if (m := re.search(r'^#\| *default_exp +([\w.]+)', t, re.M))), None)
     number = re.match(r'(\d+)[a-z]?_', path.name)
-    return Chapter(path, number[1] if number else path.stem, title[1].strip() if title else path.stem, quote, module[1] if module else '')
+    got = lambda m, default: m[1].strip() if m else default
+    return Chapter(path, got(number, path.stem), got(title, path.stem), quote, got(module, ''))
 
 # %% ../nbs/89_pages.ipynb #8501ac24
 def split_directives(
@@ -101,7 +103,8 @@ def is_hidden(
     return 'hide' in d or 'default_exp' in d or is_off(d, 'include')
 
 # %% ../nbs/89_pages.ipynb #e572d0d6
-SAME_ENVIRONMENT = {'aligned': 'align*', 'align': 'align*', 'gathered': 'matrix', 'gather': 'matrix', 'gather*': 'matrix', 'equation': 'matrix', 'equation*': 'matrix'}
+SAME_ENVIRONMENT = {'aligned': 'align*', 'align': 'align*',
+                    **{k: 'matrix' for k in ('gathered', 'gather', 'gather*', 'equation', 'equation*')}}
 
 # %% ../nbs/89_pages.ipynb #619b9624
 def mathml(
@@ -141,7 +144,8 @@ class PageRenderer(IPythonRenderer):
         self.names[name] = n = self.names.get(name, 0) + 1
         if n > 1: name = f'{name}-{n}'
         self.toc.append((level, name, re.sub(r'</?a\b[^>]*>', '', text)))
-        return f'<h{level} id="{name}">{text}<a class="anchor" href="#{name}" aria-label="link to this section">#</a></h{level}>\n'
+        here = f'<a class="anchor" href="#{name}" aria-label="link to this section">#</a>'
+        return f'<h{level} id="{name}">{text}{here}</h{level}>\n'
 
     def table(self, text): return f'<div class="scroll"><table>{text}</table></div>\n'
 
@@ -153,6 +157,14 @@ def markdown_html(
     "Markdown to html"
     plugins = [import_plugin(p) for p in (*MarkdownWithMath.DEFAULT_PLUGINS, 'superscript')]
     return MarkdownWithMath(md, plugins=plugins).render(src)
+
+# %% ../nbs/89_pages.ipynb #0ff2ecb1
+def inline_html(
+    src: str,         # a line of Markdown
+    md: PageRenderer, # the page's renderer
+) -> str: # html without a paragraph around it
+    "A heading's or caption's Markdown to html"
+    return re.sub(r'^<p>|</p>$', '', markdown_html(src, md).strip())
 
 # %% ../nbs/89_pages.ipynb #a58ebe84
 NOTEBOOK_LINK = re.compile(r'<a\s([^>]*?)href="(?:\./)?([\w-]+)\.ipynb(?:#([^"]*))?"([^>]*)>(.*?)</a>', re.S)
@@ -200,7 +212,8 @@ def open_fence(
     named = re.search(r'title="([^"]*)"', attrs)
     title = title or escape(named[1] if named else kind[1].capitalize())
     is_open = '' if re.search(r'collapse="?true', attrs) else ' open'
-    return f'<details class="callout {kind[1]}"{is_open}><summary>{title}</summary><div class="callout-body">\n', '</div></details>\n'
+    opening = f'<details class="callout {kind[1]}"{is_open}><summary>{title}</summary><div class="callout-body">\n'
+    return opening, '</div></details>\n'
 
 # %% ../nbs/89_pages.ipynb #4b56020f
 def fenced_html(
@@ -209,16 +222,16 @@ def fenced_html(
     stack: list,      # the closing html of every block that is open; changed in place
 ) -> str: # html, which may open a block without closing it
     "A Markdown cell to html, with callouts that may go on in later cells"
-    res, parts = '', split_fences(src)
-    for i,(kind,text) in enumerate(parts):
+    res, parts = '', split_fences(src) + [('end', '')]
+    for i,(kind,text) in enumerate(parts[:-1]):
         if kind == 'md': res += markdown_html(text, md)
         elif kind == 'close': res += stack.pop() if stack else ''
         else:
-            head = re.match(r'\s*#{1,6} +(.+)\n?', parts[i+1][1]) if 'callout' in text and parts[i+1:] and parts[i+1][0] == 'md' else None
+            head = re.match(r'\s*#{1,6} +(.+)\n?', parts[i+1][1]) if 'callout' in text else None
             if head: parts[i+1] = ('md', parts[i+1][1][head.end():])
-            title = re.sub(r'^<p>|</p>$', '', markdown_html(head[1], md).strip()) if head else ''
-            opening, closing = open_fence(text, title)
-            res, _ = res + opening, stack.append(closing)
+            opening, closing = open_fence(text, inline_html(head[1], md) if head else '')
+            stack.append(closing)
+            res += opening
     return res
 
 # %% ../nbs/89_pages.ipynb #27501929
@@ -290,7 +303,8 @@ def w_choice(
     "A choice among labels"
     chosen = s.get('index')
     chosen = chosen if isinstance(chosen, (list, tuple)) else [chosen]
-    opts = ''.join(f'<option{" selected" if i in chosen else ""}>{escape(str(o))}</option>' for i,o in enumerate(s.get('_options_labels', [])))
+    mark = lambda i: ' selected' if i in chosen else ''
+    opts = ''.join(f'<option{mark(i)}>{escape(str(o))}</option>' for i,o in enumerate(s.get('_options_labels', [])))
     return f'<select disabled>{opts}</select>'
 
 # %% ../nbs/89_pages.ipynb #923a7318
@@ -327,9 +341,10 @@ def widget_html(
     model = state.get(mid.removeprefix('IPY_MODEL_'))
     if model is None: return '<span class="w-unknown">a widget whose state was not saved</span>'
     name, s = model['model_name'].removesuffix('Model'), model['state']
-    if name in BOXES:
-        return f'<div class="w-box w-{name.lower()}">{"".join(widget_html(c, md, state) for c in s.get("children", []))}</div>'
-    if name == 'Output': return f'<div class="w-output">{"".join(output_html(o, md, state) for o in s.get("outputs", []))}</div>'
+    inner = [widget_html(c, md, state) for c in s.get('children', [])] if name in BOXES else []
+    shown = [output_html(o, md, state) for o in s.get('outputs', [])]
+    if name in BOXES: return f'<div class="w-box w-{name.lower()}">{"".join(inner)}</div>'
+    if name == 'Output': return f'<div class="w-output">{"".join(shown)}</div>'
     if name == 'Image': return w_image(model)
     desc = escape(str(s.get('description') or ''))
     if name == 'Button': return f'<button disabled>{desc}</button>'
@@ -355,8 +370,7 @@ def captioned(
 ) -> str: # html
     "Outputs with their caption"
     if not caption: return body
-    text = re.sub(r'^<p>|</p>$', '', markdown_html(caption, md).strip())
-    return f'<figure>{body}<figcaption>{text}</figcaption></figure>'
+    return f'<figure>{body}<figcaption>{inline_html(caption, md)}</figcaption></figure>'
 
 # %% ../nbs/89_pages.ipynb #413a538d
 def outputs_html(
@@ -367,7 +381,8 @@ def outputs_html(
 ) -> str: # html
     "What a cell printed and drew; errors show even where outputs are switched off"
     outs = cell.get('outputs', [])
-    if 'hide_output' in d or is_hidden(d) or is_off(d, 'output'): outs = [o for o in outs if o['output_type'] == 'error']
+    if 'hide_output' in d or is_hidden(d) or is_off(d, 'output'):
+        outs = [o for o in outs if o['output_type'] == 'error']
     alt = d.get('fig-alt', '') or d.get('fig-cap', '')
     rich = [o for o in outs if o['output_type'] in ('display_data', 'execute_result')]
     plain = [o for o in outs if o not in rich]
@@ -385,9 +400,10 @@ def code_html(
     code = split_directives(cell['source'])[1]
     if is_hidden(d) or is_off(d, 'echo') or 'hide_input' in d or not code.strip(): return ''
     exported = any(k in d for k in ('export', 'exports', 'exporti'))
-    mark = f'<span class="module" title="this cell is part of the library">mpcourse.{module}</span>' if exported and module else ''
+    mark = f'<span class="module" title="part of the library">mpcourse.{module}</span>' if exported and module else ''
     body = f'<div class="code{" exported" if exported else ""}">{mark}{highlight(code)}</div>'
-    if 'code-fold' in d and not is_off(d, 'code-fold'): body = f'<details class="fold"><summary>Code</summary>{body}</details>'
+    if 'code-fold' in d and not is_off(d, 'code-fold'):
+        body = f'<details class="fold"><summary>Code</summary>{body}</details>'
     note = cell.get('metadata', {}).get('mpcourse', {}).get('skipped')
     return body + (f'<p class="not-run">{escape(note)}</p>' if note else '')
 
@@ -408,74 +424,108 @@ def cell_html(
 # %% ../nbs/89_pages.ipynb #b86600f5
 CSP = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; font-src data:"
 STYLE = '''
-:root { --ink:#1d2530; --soft:#5b6675; --line:#dfe4ea; --paper:#fff; --tint:#f5f7f9; --accent:#0b5fa5; color-scheme:light; }
+:root { --ink:#1d2530; --soft:#5b6675; --line:#dfe4ea; --paper:#fff; --tint:#f5f7f9; --accent:#0b5fa5;
+  color-scheme:light; }
 * { box-sizing:border-box; }
 html { scroll-padding-top:1rem; -webkit-text-size-adjust:100%; }
-body { margin:0; color:var(--ink); background:var(--paper); font:1.0625rem/1.62 Charter,'Bitstream Charter','Sitka Text',Cambria,Georgia,serif; }
-h1,h2,h3,h4,nav,header.top,summary,figcaption,.w-row,.w-note,.not-run,.module,footer,.status,table,.numbers { font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Noto Sans','DejaVu Sans',sans-serif; }
+body { margin:0; color:var(--ink); background:var(--paper);
+  font:1.0625rem/1.62 Charter,'Bitstream Charter','Sitka Text',Cambria,Georgia,serif; }
+h1,h2,h3,h4,nav,header.top,summary,figcaption,.w-row,.w-note,.not-run,.module,footer,.status,table,.numbers {
+  font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Noto Sans','DejaVu Sans',sans-serif; }
 a { color:var(--accent); text-decoration-thickness:.06em; text-underline-offset:.15em; }
 header.top { border-bottom:1px solid var(--line); font-size:.88rem; }
-header.top nav { max-width:77rem; margin:auto; padding:.7rem 1.2rem; display:flex; flex-wrap:wrap; gap:.3rem 1.6rem; } header.top nav > :first-child { margin-right:auto; }
+header.top nav { max-width:77rem; margin:auto; padding:.7rem 1.2rem; display:flex; flex-wrap:wrap; gap:.3rem 1.6rem; }
+  header.top nav > :first-child { margin-right:auto; }
 header.top a, .next a { text-decoration:none; } header.top a:hover, .next a:hover { text-decoration:underline; }
-.layout { max-width:77rem; margin:auto; padding:0 1.2rem; display:grid; grid-template-columns:minmax(0,58rem) 13rem; gap:2.6rem; justify-content:space-between; }
+.layout { max-width:77rem; margin:auto; padding:0 1.2rem; display:grid; grid-template-columns:minmax(0,58rem) 13rem;
+  gap:2.6rem; justify-content:space-between; }
 main > p, main > ul, main > ol, main > h1, main > blockquote, .callout-body > p, .callout-body > ul { max-width:46rem; }
 main { padding:2.2rem 0 4rem; min-width:0; }
-aside { font-size:.86rem; line-height:1.4; } aside nav { position:sticky; top:0; padding:3.2rem 0 1rem; max-height:100vh; overflow:auto; }
-.toc ul { list-style:none; margin:.5rem 0 0; padding:0; } .toc li { margin:.42rem 0; } .toc a { color:var(--soft); text-decoration:none; } .toc a:hover { color:var(--accent); }
+aside { font-size:.86rem; line-height:1.4; } aside nav { position:sticky; top:0; padding:3.2rem 0 1rem;
+  max-height:100vh; overflow:auto; }
+.toc ul { list-style:none; margin:.5rem 0 0; padding:0; } .toc li { margin:.42rem 0; } .toc a { color:var(--soft);
+  text-decoration:none; } .toc a:hover { color:var(--accent); }
 .toc b { font-size:.76rem; letter-spacing:.06em; text-transform:uppercase; color:var(--soft); }
 details.toc { display:none; }
 h1 { font-size:2.3rem; line-height:1.15; letter-spacing:-.015em; margin:.1rem 0 .8rem; }
-h2 { font-size:1.45rem; line-height:1.25; margin:2.8rem 0 .8rem; padding-top:1.1rem; border-top:1px solid var(--line); } h3 { font-size:1.13rem; margin:2rem 0 .5rem; }
+h2 { font-size:1.45rem; line-height:1.25; margin:2.8rem 0 .8rem; padding-top:1.1rem; border-top:1px solid var(--line);
+  } h3 { font-size:1.13rem; margin:2rem 0 .5rem; }
 .number { color:var(--soft); font-size:.86rem; letter-spacing:.05em; text-transform:uppercase; }
 .promise { font-size:1.24rem; line-height:1.5; color:var(--soft); margin:0 0 1.8rem; }
-.anchor { opacity:0; margin-left:.35em; text-decoration:none; font-weight:400; } h2:hover .anchor, h3:hover .anchor, .anchor:focus { opacity:.6; }
+.anchor { opacity:0; margin-left:.35em; text-decoration:none; font-weight:400; } h2:hover .anchor, h3:hover .anchor,
+  .anchor:focus { opacity:.6; }
 blockquote { margin:1rem 0; padding:.1rem 1rem; border-left:3px solid var(--line); color:var(--soft); }
 '''
 
 # %% ../nbs/89_pages.ipynb #831b8094
 STYLE_CELLS = '''
 pre, code { font-family:ui-monospace,'SF Mono','Cascadia Mono',Menlo,Consolas,'DejaVu Sans Mono',monospace; }
-code { font-size:.87em; background:var(--tint); padding:.1em .3em; border-radius:3px; } pre code { background:none; padding:0; font-size:1em; }
+code { font-size:.87em; background:var(--tint); padding:.1em .3em; border-radius:3px; } pre code { background:none;
+  padding:0; font-size:1em; }
 pre { font-size:.78rem; line-height:1.55; margin:0; padding:.7rem .9rem; overflow-x:auto; }
 .highlight { background:var(--tint); border-radius:6px; margin:1rem 0 .5rem; } .code { position:relative; }
 .code.exported .highlight { border-left:3px solid var(--accent); border-radius:0 6px 6px 0; }
-.module { position:absolute; right:.5rem; top:-.62rem; font-size:.68rem; color:var(--accent); background:var(--paper); border:1px solid var(--line); border-radius:9px; padding:0 .5rem; }
+.module { position:absolute; right:.5rem; top:-.62rem; font-size:.68rem; color:var(--accent); background:var(--paper);
+  border:1px solid var(--line); border-radius:9px; padding:0 .5rem; }
 .output { margin:0 0 1.2rem; } .output pre { color:#3c4653; border-left:3px solid var(--line); padding:.3rem .9rem; }
-pre.stderr, pre.error { background:#fff3f2; border-color:#c8352b !important; } .tex-error { background:#fff3f2; color:#b3261e; }
-.not-run { font-size:.82rem; color:#8a5a00; background:#fff8e6; display:inline-block; margin:.1rem 0 1rem; padding:.05rem .6rem; border-radius:9px; }
+pre.stderr, pre.error { background:#fff3f2; border-color:#c8352b !important; } .tex-error { background:#fff3f2;
+  color:#b3261e; }
+.not-run { font-size:.82rem; color:#8a5a00; background:#fff8e6; display:inline-block; margin:.1rem 0 1rem;
+  padding:.05rem .6rem; border-radius:9px; }
 figure { margin:1.2rem 0 1.8rem; } img { max-width:100%; height:auto; } figure img { display:block; }
 figcaption { font-size:.88rem; line-height:1.45; color:var(--soft); margin-top:.6rem; max-width:46rem; }
 math { font-size:1.06em; } math[display=block] { margin:1rem 0; overflow-x:auto; overflow-y:hidden; }
-.scroll, .rich { overflow-x:auto; } table { border-collapse:collapse; font-size:.9rem; line-height:1.4; margin:.8rem 0; font-variant-numeric:tabular-nums; }
-th, td { padding:.35rem .75rem .35rem 0; text-align:left; border-bottom:1px solid var(--line); vertical-align:top; } th { font-weight:600; }
-.rich table.dataframe td, .rich table.dataframe th { text-align:right; border-left:0; border-right:0; border-top:0; padding-left:.6rem; }
-details.callout { border:1px solid var(--line); border-radius:6px; margin:1.2rem 0; } summary { cursor:pointer; padding:.55rem .9rem; font-size:.95rem; font-weight:600; }
-details.callout[open] > summary { border-bottom:1px solid var(--line); } .callout-body { padding:.2rem .9rem .6rem; } .callout-body h2 { border:0; margin-top:.6rem; padding:0; font-size:1.1rem; }
-.callout.tip > summary { color:#256b3a; } .callout.warning > summary, .callout.caution > summary { color:#8a5a00; } .callout.important > summary { color:#b3261e; } .callout.note > summary { color:var(--accent); }
+.scroll, .rich { overflow-x:auto; } table { border-collapse:collapse; font-size:.9rem; line-height:1.4;
+  margin:.8rem 0; font-variant-numeric:tabular-nums; }
+th, td { padding:.35rem .75rem .35rem 0; text-align:left; border-bottom:1px solid var(--line); vertical-align:top; }
+  th { font-weight:600; }
+.rich table.dataframe td, .rich table.dataframe th { text-align:right; border-left:0; border-right:0; border-top:0;
+  padding-left:.6rem; }
+details.callout { border:1px solid var(--line); border-radius:6px; margin:1.2rem 0; } summary { cursor:pointer;
+  padding:.55rem .9rem; font-size:.95rem; font-weight:600; }
+details.callout[open] > summary { border-bottom:1px solid var(--line); } .callout-body { padding:.2rem .9rem .6rem; }
+  .callout-body h2 { border:0; margin-top:.6rem; padding:0; font-size:1.1rem; }
+.callout.tip > summary { color:#256b3a; } .callout.warning > summary, .callout.caution > summary { color:#8a5a00; }
+  .callout.important > summary { color:#b3261e; } .callout.note > summary { color:var(--accent); }
 .fold > summary { font-size:.85rem; color:var(--soft); padding:.2rem 0; }
 '''
 
 # %% ../nbs/89_pages.ipynb #91536aae
 STYLE_REST = '''
 .widget { border:1px solid var(--line); border-radius:6px; padding:.8rem .9rem .5rem; margin:.4rem 0 1rem; }
-.w-box { display:flex; gap:.35rem .9rem; flex-wrap:wrap; align-items:center; } .w-vbox, .w-tab, .w-accordion { flex-direction:column; align-items:stretch; }
-.w-row { display:flex; gap:.6rem; align-items:center; font-size:.9rem; flex-wrap:wrap; } .w-desc { min-width:4.5rem; } .w-row input[type=range] { flex:1 1 9rem; max-width:20rem; }
+.w-box { display:flex; gap:.35rem .9rem; flex-wrap:wrap; align-items:center; } .w-vbox, .w-tab, .w-accordion {
+  flex-direction:column; align-items:stretch; }
+.w-row { display:flex; gap:.6rem; align-items:center; font-size:.9rem; flex-wrap:wrap; } .w-desc { min-width:4.5rem; }
+  .w-row input[type=range] { flex:1 1 9rem; max-width:20rem; }
 .w-note { font-size:.8rem; color:var(--soft); margin:.5rem 0 0; } .w-unknown { color:var(--soft); font-style:italic; }
-.next { display:flex; flex-wrap:wrap; justify-content:space-between; gap:.6rem 2rem; margin-top:3.5rem; padding-top:1rem; border-top:1px solid var(--line); font-family:system-ui,sans-serif; font-size:.95rem; }
+.next { display:flex; flex-wrap:wrap; justify-content:space-between; gap:.6rem 2rem; margin-top:3.5rem;
+  padding-top:1rem; border-top:1px solid var(--line); font-family:system-ui,sans-serif; font-size:.95rem; }
 footer { font-size:.8rem; color:var(--soft); margin-top:1.6rem; } .unmade { color:var(--soft); }
-.chapters { list-style:none; padding:0; margin:0; } .chapters li { display:grid; grid-template-columns:2.6rem minmax(0,1fr) 7.5rem; gap:.1rem .8rem; padding:.75rem 0; border-bottom:1px solid var(--line); }
-.chapters .no { color:var(--soft); font-variant-numeric:tabular-nums; } .chapters p { margin:.15rem 0 0; font-size:.93rem; line-height:1.45; color:var(--soft); } .chapters .name { font-family:system-ui,sans-serif; font-weight:600; }
-.status { font-size:.82rem; text-align:right; color:var(--soft); } .status.failed { color:#b3261e; font-weight:600; } .status.ok b { color:#256b3a; } .problem { grid-column:2 / 4; } .problem pre { white-space:pre-wrap; }
-@media (max-width:74rem) { .layout { grid-template-columns:minmax(0,58rem); justify-content:center; } aside { display:none; } details.toc { display:block; margin:0 0 1.5rem; border:1px solid var(--line); border-radius:6px; font-size:.92rem; } details.toc ul { margin:0; padding:0 .9rem .6rem; } }
-@media (max-width:40rem) { body { font-size:1rem; } h1 { font-size:1.8rem; } h2 { font-size:1.28rem; margin-top:2.2rem; } .promise { font-size:1.1rem; } .layout { padding:0 1rem; } main { padding-top:1.4rem; } pre { font-size:.74rem; } table { font-size:.82rem; }
-  .highlight, .widget { margin-left:-.4rem; margin-right:-.4rem; } .chapters li { grid-template-columns:2rem minmax(0,1fr); } .status { grid-column:2; text-align:left; } .problem { grid-column:1 / 3; } }
+.chapters { list-style:none; padding:0; margin:0; } .chapters li { display:grid;
+  grid-template-columns:2.6rem minmax(0,1fr) 7.5rem; gap:.1rem .8rem; padding:.75rem 0;
+  border-bottom:1px solid var(--line); }
+.chapters .no { color:var(--soft); font-variant-numeric:tabular-nums; } .chapters p { margin:.15rem 0 0;
+  font-size:.93rem; line-height:1.45; color:var(--soft); } .chapters .name { font-family:system-ui,sans-serif;
+  font-weight:600; }
+.status { font-size:.82rem; text-align:right; color:var(--soft); } .status.failed { color:#b3261e; font-weight:600; }
+  .status.ok b { color:#256b3a; } .problem { grid-column:2 / 4; } .problem pre { white-space:pre-wrap; }
+@media (max-width:74rem) { .layout { grid-template-columns:minmax(0,58rem); justify-content:center; } aside {
+  display:none; } details.toc { display:block; margin:0 0 1.5rem; border:1px solid var(--line); border-radius:6px;
+  font-size:.92rem; } details.toc ul { margin:0; padding:0 .9rem .6rem; } }
+@media (max-width:40rem) { body { font-size:1rem; } h1 { font-size:1.8rem; } h2 { font-size:1.28rem;
+  margin-top:2.2rem; } .promise { font-size:1.1rem; } .layout { padding:0 1rem; } main { padding-top:1.4rem; } pre {
+  font-size:.74rem; } table { font-size:.82rem; }
+  .highlight, .widget { margin-left:-.4rem; margin-right:-.4rem; } .chapters li {
+  grid-template-columns:2rem minmax(0,1fr); } .status { grid-column:2; text-align:left; } .problem {
+  grid-column:1 / 3; } }
 @media print { aside, header.top, .next, details.toc { display:none; } .layout { display:block; } }
 '''
 
 # %% ../nbs/89_pages.ipynb #25e35082
 def css() -> str: # the style sheet of every page
     "The style sheet, with the colours that pygments gives to code"
-    return STYLE + STYLE_CELLS + STYLE_REST + HtmlFormatter(style='friendly').get_style_defs('.highlight').replace('background: #f0f0f0;', '')
+    code = HtmlFormatter(style='friendly').get_style_defs('.highlight').replace('background: #f0f0f0;', '')
+    return STYLE + STYLE_CELLS + STYLE_REST + code
 
 # %% ../nbs/89_pages.ipynb #cd65f199
 def shell_html(
@@ -495,7 +545,8 @@ def shell_html(
 '''
 
 # %% ../nbs/89_pages.ipynb #aa575f70
-FROM_TAG = re.compile(r'<(?:script|link|img|iframe|source|video|audio|embed|object|image|use)\b[^>]*?\b(?:src|href|data|srcset)\s*=\s*["\']?((?:https?:)?//[^"\'\s>]+)', re.I)
+FROM_TAG = re.compile(r'''<(?:script|link|img|iframe|source|video|audio|embed|object|image|use)\b[^>]*?
+                          \b(?:src|href|data|srcset)\s*=\s*["']?((?:https?:)?//[^"'\s>]+)''', re.I | re.X)
 FROM_CSS = re.compile(r'(?:url\(|@import)\s*["\']?((?:https?:)?//[^"\')\s]+)')
 
 # %% ../nbs/89_pages.ipynb #db67077f
@@ -528,7 +579,8 @@ def body_html(
     ch: Chapter,      # what it says about itself
 ) -> str: # html of all its cells, without title and promise
     "All cells of a notebook as html"
-    state = nb.get('metadata', {}).get('widgets', {}).get('application/vnd.jupyter.widget-state+json', {}).get('state', {})
+    widgets = nb.get('metadata', {}).get('widgets', {})
+    state = widgets.get('application/vnd.jupyter.widget-state+json', {}).get('state', {})
     cells, stack = list(nb['cells']), []
     if cells and cells[0]['cell_type'] == 'markdown':
         rest = re.sub(r'^(# .*|>.*|- [\w-]+: .*)$', '', cells[0]['source'], flags=re.M)
@@ -549,9 +601,11 @@ def page_html(
     md = PageRenderer(ch.path.parent)
     body, toc = body_html(nb, md, ch), toc_html(md.toc)
     number = f'{"Chapter" if ch.number < "88" else "Appendix"} {int(ch.number)}' if ch.number.isdigit() else 'The map'
-    steps = step_link(prev, '← {}'), step_link(next, '{} →')
-    main = f'''<main><div class="number">{number}</div><h1>{escape(ch.title)}</h1><p class="promise">{markdown_html(ch.promise, md)[3:-5]}</p>
+    steps = step_link(prev, '← {}') + step_link(next, '{} →')
+    main = f'''<main><div class="number">{number}</div><h1>{escape(ch.title)}</h1>
+<p class="promise">{inline_html(ch.promise, md)}</p>
 <details class="toc"><summary>On this page</summary>{toc}</details>
 {relink(body, pages)}
-<div class="next">{"".join(steps)}</div><footer>{note}</footer></main><aside><nav class="toc"><b>On this page</b>{toc}</nav></aside>'''
-    return shell_html(f'{ch.title} · mpcourse', main, ''.join(steps), ch.promise)
+<div class="next">{steps}</div><footer>{note}</footer></main>
+<aside><nav class="toc"><b>On this page</b>{toc}</nav></aside>'''
+    return shell_html(f'{ch.title} · mpcourse', main, steps, ch.promise)
