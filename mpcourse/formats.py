@@ -12,6 +12,7 @@ __all__ = ['KINDS', 'fp32', 'tf32', 'bf16', 'fp16', 'e4m3', 'e5m2', 'e4m3fnuz', 
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 
 import torch
 from fastcore.basics import patch
@@ -128,15 +129,18 @@ def same_bits(
     return bool(((x == y) & (x.signbit() == y.signbit()) | x.isnan() & y.isnan()).all())
 
 # %% ../nbs/01_formats.ipynb #ebd48d15
+@cache
+def _value(fmt, code): return fmt.decode(code)
+
 @patch(as_prop=True)
 def max(self:FloatFormat)->float:
     "The largest finite value"
-    return self.decode(self.max_code)
+    return _value(self, self.max_code)
 
 @patch(as_prop=True)
 def min(self:FloatFormat)->float:
     "The smallest finite value: −max, or the smallest positive one where there is no sign"
-    return self.decode(0) if self.kind == 'scale' else -self.max
+    return _value(self, 0) if self.kind == 'scale' else -self.max
 
 @patch(as_prop=True)
 def tiny(self:FloatFormat)->float:
@@ -151,7 +155,7 @@ def smallest_normal(self:FloatFormat)->float:
 @patch(as_prop=True)
 def smallest_subnormal(self:FloatFormat)->float:
     "The smallest positive value"
-    return self.decode(0 if self.kind == 'scale' else 1)
+    return _value(self, 0 if self.kind == 'scale' else 1)
 
 @patch(as_prop=True)
 def eps(self:FloatFormat)->float:

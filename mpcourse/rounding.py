@@ -7,6 +7,8 @@ __all__ = ['ROUNDINGS', 'OVERFLOWS', 'FAST', 'quantize', 'quantize_ste', 'quanti
            'check_half_away', 'check_twice', 'check_sr_bf16']
 
 # %% ../nbs/02_rounding.ipynb #9cf230a9
+from functools import cache
+
 import torch
 
 from .formats import FloatFormat, expect, get_format
@@ -80,6 +82,13 @@ def _small(
     return r
 
 # %% ../nbs/02_rounding.ipynb #3c2c42e0
+@cache
+def _overflow_edge(
+    fmt:FloatFormat, # any
+)->float: # the smallest number that rounding to nearest carries beyond fmt.max, or the last that it does not
+    "The middle between the largest value and the one that would come next"
+    return fmt.max + fmt.spacing(fmt.max)/2
+
 def _native(
     x:torch.Tensor, # float32
     fmt:FloatFormat, # one with a torch dtype
@@ -89,8 +98,7 @@ def _native(
     if overflow == 'inf' and fmt.dtype in (torch.float16, torch.bfloat16): return x.to(fmt.dtype).float()
     r = x.clamp(-fmt.max, fmt.max).to(fmt.dtype).float()
     if overflow == 'saturate': return r
-    middle = fmt.max + fmt.spacing(fmt.max)/2
-    over = x.abs() >= middle if fmt.max_code % 2 else x.abs() > middle
+    over = x.abs() >= _overflow_edge(fmt) if fmt.max_code % 2 else x.abs() > _overflow_edge(fmt)
     fate = torch.tensor(torch.inf if overflow == 'inf' else torch.nan, device=x.device)
     return torch.where(over, fate.copysign(x), r)
 
@@ -108,6 +116,7 @@ def _check_arguments(x, fmt, rounding, overflow):
     if not fmt.has_nan and x.isnan().any():
         raise ValueError(f'{fmt.name} has no NaN, and the tensor holds one: replace it first, with torch.nan_to_num.')
 
+@cache
 def _holds(
     dtype:torch.dtype, # can it hold
     fmt:FloatFormat, # this format's every value?
