@@ -223,7 +223,8 @@ def fenced_html(
 ) -> str: # html, which may open a block without closing it
     "A Markdown cell to html, with callouts that may go on in later cells"
     res, parts = '', split_fences(src) + [('end', '')]
-    for i,(kind,text) in enumerate(parts[:-1]):
+    for i in range(len(parts) - 1):
+        kind, text = parts[i]
         if kind == 'md': res += markdown_html(text, md)
         elif kind == 'close': res += stack.pop() if stack else ''
         else:

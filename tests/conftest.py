@@ -1,0 +1,49 @@
+"What the tests of the project share: its notebooks, small courses made on the spot, and a browser"
+import os, shutil, sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NBS = sorted((ROOT/'nbs').glob('*.ipynb'))
+CHROME = next((p for n in ('chromium', 'chromium-browser', 'google-chrome') if (p := shutil.which(n))), None)
+CHROME_ARGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
+               '--disable-component-update', '--disable-sync']
+
+sys.path.insert(0, str(ROOT/'tests'))
+
+
+@pytest.fixture
+def small_course(tmp_path):
+    "Write notebooks from {stem: [cells]}; a cell that starts with '# ' or '::: ' or '%md ' is Markdown; returns their folder"
+    def write(**stems):
+        from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, writes
+        nbs = tmp_path/'nbs'
+        nbs.mkdir(exist_ok=True)
+        for stem, cells in stems.items():
+            made = [new_markdown_cell(c.removeprefix('%md ')) if c.startswith(('# ', ':::', '%md ')) else new_code_cell(c) for c in cells]
+            (nbs/f'{stem.lstrip("_")}.ipynb').write_text(writes(new_notebook(cells=made)), encoding='utf-8')
+        return nbs
+    return write
+
+
+@pytest.fixture(scope='session')
+def browser(tmp_path_factory):
+    "A Chromium, or a skip that says why there is none"
+    if CHROME is None: pytest.skip('there is no Chromium here')
+    sync_api = pytest.importorskip('playwright.sync_api')
+    with sync_api.sync_playwright() as p:
+        ctx = p.chromium.launch_persistent_context(str(tmp_path_factory.mktemp('profile')), executable_path=CHROME,
+                                                   headless=True, args=CHROME_ARGS)
+        yield ctx
+        ctx.close()
+
+
+@pytest.fixture(scope='session')
+def course_pages():
+    "The pages that `make course` or `make test` made; under `make test` they must be there"
+    out = ROOT/'_course'
+    if not (out/'index.html').exists():
+        if os.environ.get('MPCOURSE_TEST'): pytest.fail('make test made no pages')
+        pytest.skip('there is no _course/ yet: run make course')
+    return out
