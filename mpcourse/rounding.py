@@ -149,8 +149,8 @@ def quantize(
     r = _beyond(_round_to_grid(w, fmt, rounding, generator), fmt, rounding, overflow)
     return _small(r, fmt, subnormals).to(out)
 
-CASTS = ('fp16', 'bf16', 'e5m2', 'e4m3', 'e4m3fnuz', 'e5m2fnuz') # formats with a cast of torch's own
-FAST_ON_CPU = CASTS[:3] # there the others are slower than dividing, rounding and multiplying
+CASTS = ('fp16', 'bf16', 'e4m3', 'e5m2', 'e4m3fnuz', 'e5m2fnuz') # formats with a cast of torch's own
+FAST_ON_CPU = CASTS[:2] # there the others are software
 
 @cache
 def _has_fast_cast(fmt, device_type):
