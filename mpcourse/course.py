@@ -239,15 +239,18 @@ class Progress:
         self.show()
 
     def show(self):
+        "Name what is running; the bar draws it when it next moves"
         self.bar.set_description(f'{self.done}/{self.n} chapters', refresh=False)
         self.bar.set_postfix_str(' '.join(f'{k}[{v}/{self.total[k]}]' for k,v in self.at.items()), refresh=False)
 
     def tick(self, ch, n):
+        "Cell n of a chapter has run"
         step, self.at[ch.stem] = n - self.at.get(ch.stem, 0), n
         self.show()
         self.bar.update(step)
 
     def finish(self, ch):
+        "A chapter has ended, well or not"
         self.tick(ch, self.total[ch.stem])
         self.at.pop(ch.stem)
         self.done += 1

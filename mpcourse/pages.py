@@ -6,10 +6,9 @@
 __all__ = ['SAME_ENVIRONMENT', 'NOTEBOOK_LINK', 'CONTROLS', 'CONTAINERS', 'CSP', 'STYLE', 'STYLE_CELLS', 'STYLE_REST', 'FROM_TAG',
            'STYLED', 'FROM_CSS', 'Chapter', 'read_chapter', 'split_directives', 'unquote', 'directives', 'is_off',
            'is_hidden', 'mathml', 'slug', 'PageRenderer', 'markdown_html', 'inline_html', 'relink', 'split_fences',
-           'open_fence', 'fenced_html', 'highlight', 'image_html', 'data_html', 'output_html', 'w_slider', 'w_choice',
-           'w_check', 'w_text', 'w_area', 'w_html', 'w_label', 'w_progress', 'w_image', 'widget_html', 'widget_view',
-           'captioned', 'outputs_html', 'code_html', 'cell_html', 'css', 'shell_html', 'outside', 'toc_html',
-           'step_link', 'body_html', 'page_html']
+           'open_fence', 'fenced_html', 'highlight', 'image_html', 'data_html', 'output_html', 'widget_html',
+           'widget_view', 'captioned', 'outputs_html', 'code_html', 'cell_html', 'css', 'shell_html', 'outside',
+           'toc_html', 'step_link', 'body_html', 'page_html']
 
 # %% ../nbs/89_pages.ipynb #88898e8e
 import base64, json, math, re
@@ -137,9 +136,11 @@ class PageRenderer(IPythonRenderer):
 
     def inline_math(self, body): return mathml(body)
     def block_math(self, body): return mathml(body, display=True)
-    def latex_environment(self, name, body): return mathml(f'\\begin{{{name}}}{body}\\end{{{name}}}', display=True)
+    def latex_environment(self, name, body):
+        return mathml(f'\\begin{{{name}}}{body}\\end{{{name}}}', display=True)
 
     def heading(self, text, level, **attrs):
+        "A heading with a name, noted for the table of contents"
         name = slug(text)
         self.names[name] = n = self.names.get(name, 0) + 1
         if n > 1: name = f'{name}-{n}'
@@ -147,7 +148,9 @@ class PageRenderer(IPythonRenderer):
         here = f'<a class="anchor" href="#{name}" aria-label="link to this section">#</a>'
         return f'<h{level} id="{name}">{text}{here}</h{level}>\n'
 
-    def table(self, text): return f'<div class="scroll"><table>{text}</table></div>\n'
+    def table(self, text):
+        "A table that scrolls on a narrow screen"
+        return f'<div class="scroll"><table>{text}</table></div>\n'
 
 # %% ../nbs/89_pages.ipynb #f567ab02
 def markdown_html(
@@ -287,7 +290,7 @@ def output_html(
     return data_html(out, md, state, alt)
 
 # %% ../nbs/89_pages.ipynb #be2e09f7
-def w_slider(
+def _slider(
     s: dict, # the saved state of a slider
 ) -> str: # html
     "A slider; on a log scale the handle stands at the exponent"
@@ -298,7 +301,7 @@ def w_slider(
     return f'<input type="range" {lims} value="{at:g}" disabled><output>{v:g}</output>'
 
 # %% ../nbs/89_pages.ipynb #18b67b52
-def w_choice(
+def _choice(
     s: dict, # the saved state of a dropdown or of buttons of which one is chosen
 ) -> str: # html
     "A choice among labels"
@@ -309,23 +312,23 @@ def w_choice(
     return f'<select disabled>{opts}</select>'
 
 # %% ../nbs/89_pages.ipynb #923a7318
-def w_check(s): return f'<input type="checkbox" disabled{" checked" if s.get("value") else ""}>'
-def w_text(s): return f'<input type="text" value="{escape(str(s.get("value", "")))}" disabled>'
-def w_area(s): return f'<textarea disabled>{escape(str(s.get("value", "")))}</textarea>'
-def w_html(s): return f'<div class="w-html">{s.get("value", "")}</div>'
-def w_label(s): return f'<span>{escape(str(s.get("value", "")))}</span>'
-def w_progress(s): return f'<progress value="{s.get("value", 0)}" max="{s.get("max", 100)}"></progress>'
+def _check(s): return f'<input type="checkbox" disabled{" checked" if s.get("value") else ""}>'
+def _text(s): return f'<input type="text" value="{escape(str(s.get("value", "")))}" disabled>'
+def _area(s): return f'<textarea disabled>{escape(str(s.get("value", "")))}</textarea>'
+def _html(s): return f'<div class="w-html">{s.get("value", "")}</div>'
+def _label(s): return f'<span>{escape(str(s.get("value", "")))}</span>'
+def _progress(s): return f'<progress value="{s.get("value", 0)}" max="{s.get("max", 100)}"></progress>'
 
 # %% ../nbs/89_pages.ipynb #7f0fbd5b
-CONTROLS = {w_slider: 'IntSlider FloatSlider FloatLogSlider IntRangeSlider FloatRangeSlider',
-            w_choice: 'Dropdown Select SelectMultiple RadioButtons ToggleButtons SelectionSlider',
-            w_check: 'Checkbox ToggleButton Valid', w_area: 'Textarea', w_html: 'HTML HTMLMath', w_label: 'Label',
-            w_text: 'Text Combobox IntText FloatText BoundedIntText BoundedFloatText ColorPicker DatePicker Play',
-            w_progress: 'IntProgress FloatProgress'}
+CONTROLS = {_slider: 'IntSlider FloatSlider FloatLogSlider IntRangeSlider FloatRangeSlider',
+            _choice: 'Dropdown Select SelectMultiple RadioButtons ToggleButtons SelectionSlider',
+            _check: 'Checkbox ToggleButton Valid', _area: 'Textarea', _html: 'HTML HTMLMath', _label: 'Label',
+            _text: 'Text Combobox IntText FloatText BoundedIntText BoundedFloatText ColorPicker DatePicker Play',
+            _progress: 'IntProgress FloatProgress'}
 CONTAINERS = {'VBox', 'HBox', 'Box', 'GridBox', 'Tab', 'Accordion', 'Stack'}
 
 # %% ../nbs/89_pages.ipynb #261a62ba
-def w_image(
+def _image(
     model: dict, # the saved model of an Image: its bytes stand in 'buffers'
 ) -> str: # html
     "A picture held by a widget"
@@ -346,7 +349,7 @@ def widget_html(
     shown = [output_html(o, md, state) for o in s.get('outputs', [])]
     if name in CONTAINERS: return f'<div class="w-box w-{name.lower()}">{"".join(inner)}</div>'
     if name == 'Output': return f'<div class="w-output">{"".join(shown)}</div>'
-    if name == 'Image': return w_image(model)
+    if name == 'Image': return _image(model)
     desc = escape(str(s.get('description') or ''))
     if name == 'Button': return f'<button disabled>{desc}</button>'
     draw = next((f for f,names in CONTROLS.items() if name in names.split()), None)

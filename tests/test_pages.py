@@ -4,10 +4,12 @@ import re
 from functools import lru_cache
 from urllib.parse import unquote
 
-import nbformat
 import pytest
-from bs4 import BeautifulSoup
 from conftest import NBS, ROOT
+
+nbformat = pytest.importorskip('nbformat')
+BeautifulSoup = pytest.importorskip('bs4').BeautifulSoup
+pytest.importorskip('nbclient')
 
 from mpcourse import course as C, pages as P
 

@@ -1,8 +1,11 @@
 "The Quarto site: its definition and the notebooks that go into it; building it needs Quarto and is CI's work"
 import configparser, importlib.util, os, re, subprocess, sys
 
-import nbformat
+import pytest
 from conftest import NBS, ROOT
+
+nbformat = pytest.importorskip('nbformat')
+pytest.importorskip('nbclient')
 
 from mpcourse import pages as P
 

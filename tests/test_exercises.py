@@ -1,0 +1,126 @@
+"""Every exercise's check rejects the empty stub and one plausible wrong answer.
+
+To add an exercise, add its check's name to WRONG with the wrong answer as Python: an expression, or a `def`.
+It may use torch, F, math, np and every name of the library. The right answers run in the notebooks."""
+import importlib, inspect, math, re, textwrap
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import NBS
+
+WRONG = {
+    # 01: counts only the normal octaves
+    'check_octaves': 'lambda exp_bits, man_bits: 2**exp_bits - 2',
+    # 01: gives the subnormals a hidden one
+    'check_decode_fp16': """
+        def decode_fp16(c):
+            sign, e, m = -1 if c >> 15 else 1, c >> 10 & 31, c & 1023
+            if e == 31: return math.nan if m else sign*math.inf
+            return sign*(1 + m/1024)*2.**(e - 15)""",
+    # 01: one power too early
+    'check_stuck_at': 'lambda man_bits: 2**man_bits',
+    # 01: forgets that the exponent needs room for both ends
+    'check_narrowest': """
+        def narrowest(lo, hi, rel):
+            man = math.ceil(-math.log2(rel))
+            return math.ceil(math.log2(math.log2(hi) - math.log2(lo) + 1)), man""",
+    # 02: half an epsilon, which is the error relative to 1 and not to the value
+    'check_worst': 'lambda man_bits: 2.**-(man_bits + 1)',
+    # 02: torch.round sends halves to the even neighbour
+    'check_half_away': 'lambda x, step: (x/step).round()*step',
+    # 02: a number that FP16 holds, so there is only one rounding
+    'check_twice': 'lambda: 1.0625',
+    # 02: adds the noise and cuts, also where that makes an infinity or loses a NaN
+    'check_sr_bf16': 'lambda x, noise: ((x.view(torch.int32) + noise) & -65536).view(torch.float32)',
+    # 03: log base 2
+    'check_guess': 'lambda n: math.log2(n)',
+    # 03: the mean of the tensors' shares, in which small tensors count for too much
+    'check_zero_share': 'lambda grads: sum((g == 0).float().mean().item() for g in grads)/len(grads)',
+    # 03: forgets to clear the gradients, and records the norm after clipping
+    'check_clipped_step': """
+        def clipped_step(model, xb, yb, opt, loss_func):
+            loss = loss_func(model(xb), yb)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)
+            norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+            opt.step()
+            return {'loss': loss.detach(), 'norm': norm}""",
+    # 03: begins the epoch anew
+    'check_order_from': """
+        def order_from(n, bs, seed, start):
+            g = torch.Generator().manual_seed(seed)
+            while True: yield from torch.randperm(n, generator=g).split(bs)""",
+    # 04: epsilon is the spacing above w; half of it is a tie that goes to even, which is w
+    'check_smallest_kept': 'lambda w, dtype: w*torch.finfo(dtype).eps/2',
+    # 04: counts zeros that were zero before
+    'check_will_flush': 'lambda g, scale: ((g*scale).half() == 0).float().mean().item()',
+    # 04: the textbook's formula
+    'check_safe_cross_entropy': 'lambda pred, y: -(pred.exp()/pred.exp().sum(1, keepdim=True)).log()[range(len(y)), y].mean()',
+    # 04: forgets that what lies a little above the largest value still rounds down to it
+    'check_best_scale': 'lambda grads, fmt: 2.**math.floor(math.log2(fmt.max/max(g.abs().max().item() for g in grads)))',
+    # 05: rounds every partial sum
+    'check_wide_product': """
+        def wide_product(a, b):
+            out = torch.zeros(len(a), b.shape[1], dtype=torch.float16)
+            for k in range(a.shape[1]): out = out + a[:, k:k+1]*b[k:k+1]
+            return out""",
+    # 05: chunks do not help
+    'check_stall': 'lambda man_bits, chunk: 2**(man_bits + 1)',
+    # 05: sums in FP32 and clips once, at the end
+    'check_saturating_sum': 'lambda x: x.float().sum().clamp(-65504, 65504).half()',
+    # 05: counts one product per call, whatever the shapes
+    'check_multiply_adds': 'lambda f: (f(), 1)[1]',
+    # 05: sums in FP32 and rounds once
+    'check_unstalled': 'lambda n, k, seed: torch.full((n,), float(k))',
+}
+
+
+def checks():
+    "Every check of the library: name → function"
+    modules = [m[1] for p in NBS if int(re.sub(r'\D.*', '', p.name) or 99) < 88
+               for m in [re.search(r'#\| *default_exp +(\w+)', p.read_text(encoding='utf-8'))] if m]
+    found = {}
+    for m in modules:
+        mod = importlib.import_module(f'mpcourse.{m}')
+        found |= {n: getattr(mod, n) for n in mod.__all__ if n.startswith('check_')}
+    return found
+
+
+CHECKS = checks()
+
+
+def answer(source):
+    "The function that a source makes"
+    names = {'torch': torch, 'F': F, 'math': math, 'np': np}
+    exec('from mpcourse.all import *', names)
+    source = textwrap.dedent(source).strip()
+    if not source.startswith('def '): return eval(source, names)
+    exec(source, names)
+    return names[re.match(r'def (\w+)', source)[1]]
+
+
+def test_every_check_has_a_wrong_answer():
+    assert set(CHECKS) == set(WRONG), f'missing here: {set(CHECKS) - set(WRONG)}; no such check: {set(WRONG) - set(CHECKS)}'
+
+
+@pytest.mark.parametrize('name', CHECKS)
+def test_rejects_the_stub(name):
+    def stub(*args, **kwargs): pass
+    with pytest.raises(AssertionError) as e: CHECKS[name](stub)
+    assert len(str(e.value).split()) > 3, f'not a sentence: {e.value}'
+
+
+@pytest.mark.parametrize('name', WRONG)
+def test_rejects_a_wrong_answer(name):
+    if name not in CHECKS: pytest.fail(f'there is no {name}')
+    with pytest.raises(AssertionError) as e: CHECKS[name](answer(WRONG[name]))
+    assert len(str(e.value).split()) > 3, f'not a sentence: {e.value}'
+
+
+@pytest.mark.parametrize('name', CHECKS)
+def test_is_documented_and_used(name):
+    assert inspect.getdoc(CHECKS[name])
+    texts = [p.read_text(encoding='utf-8') for p in NBS]
+    assert any(len(re.findall(rf'\b{name}\(', t)) >= 2 for t in texts), f'no solution is given to {name}'

@@ -1,0 +1,310 @@
+"The project's own promises: modules, layers, imports, chapters, generated files"
+import ast, configparser, importlib, inspect, json, re, subprocess, sys
+from pathlib import Path
+
+import pytest
+from conftest import NBS, ROOT
+
+CELLS = {p: json.loads(p.read_text(encoding='utf-8'))['cells'] for p in NBS}
+TEXTS = {p: [''.join(c['source']) for c in cells] for p, cells in CELLS.items()}
+# module → the number of the notebook that exports it
+NUMBER = {m[1]: int(p.name[:2]) for p in NBS for t in TEXTS[p] if (m := re.match(r'#\| *default_exp +(\w+)', t))}
+NOTEBOOK = {m[1]: p for p in NBS for t in TEXTS[p] if (m := re.match(r'#\| *default_exp +(\w+)', t))}
+CHAPTERS = [p for p in NBS if re.match(r'(0[1-9]|1\d|2[0-2])_', p.name)]
+LIBRARY = [m for m, n in NUMBER.items() if n < 88]
+# without fastai: the modules that DESIGN.md marks so, as far as they are written
+LIGHT = [m for m in ('plots formats rounding toys emulate half master static dynamic policies simulator gradscaler unit unit_models fp8 '
+                     'machine').split() if m in NUMBER]
+MAY_USE_TOYS = {'problems', 'simulator', 'bakeoff', 'all'}
+HEADINGS = ['What goes wrong', 'See it', 'Put it to work', 'What we built', 'Exercises', 'Further reading']
+# functions longer than 25 lines, each with its reason
+LONG = {}
+sources = pytest.mark.parametrize('module', NUMBER)
+notebooks = pytest.mark.parametrize('path', NBS, ids=lambda p: p.stem)
+chapters = pytest.mark.parametrize('path', CHAPTERS, ids=lambda p: p.stem)
+
+
+def tree(module): return ast.parse((ROOT/f'mpcourse/{module}.py').read_text(encoding='utf-8'))
+
+
+def internal_imports(node):
+    "The modules of the package that a piece of code imports"
+    for n in ast.walk(node):
+        if isinstance(n, ast.ImportFrom) and (n.level or (n.module or '').split('.')[0] == 'mpcourse'):
+            mod = (n.module or '').removeprefix('mpcourse').strip('.')
+            yield from [mod.split('.')[0]] if mod else [a.name for a in n.names]
+        elif isinstance(n, ast.Import):
+            yield from [a.name.split('.')[1] for a in n.names if a.name.startswith('mpcourse.')]
+
+
+def functions(module):
+    "Every function of a module with the lines of its body"
+    for n in ast.walk(tree(module)):
+        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)): yield n, n.end_lineno - n.body[0].lineno + 1
+
+
+# --- modules ---
+
+def test_no_orphan_module():
+    files = {p.stem for p in (ROOT/'mpcourse').glob('*.py')} - {'__init__', '_modidx'}
+    assert files == set(NUMBER), 'a module without a notebook, or a notebook without its module'
+    assert len(set(NUMBER.values())) == len(NUMBER), 'two notebooks share a number'
+
+
+def test_no_name_is_exported_twice_or_none():
+    seen = {}
+    for m in NUMBER:
+        if m == 'all': continue
+        mod = importlib.import_module(f'mpcourse.{m}')
+        for name in mod.__all__:
+            assert name not in seen, f'{name} is exported by {seen.get(name)} and by {m}'
+            assert getattr(mod, name) is not None, f'{m}.{name} is None'
+            seen[name] = m
+
+
+def test_all_brings_every_name_of_the_library():
+    import mpcourse.all as everything
+    want = [n for m in LIBRARY for n in importlib.import_module(f'mpcourse.{m}').__all__]
+    assert sorted(everything.__all__) == sorted(want), 'nbs/92_all.ipynb does not name every chapter'
+    names = {}
+    exec('from mpcourse.all import *', names)
+    assert not set(want) - set(names)
+
+
+@sources
+def test_imports_only_point_down(module):
+    for name in internal_imports(tree(module)):
+        assert name in NUMBER, f'{module} imports {name}, which no notebook exports'
+        if module != 'all': assert NUMBER[name] < NUMBER[module], f'{module} ({NUMBER[module]}) imports {name} ({NUMBER[name]})'
+
+
+def is_study(node): return any('study' in ast.unparse(d) for d in node.decorator_list)
+
+
+@sources
+def test_toys_are_imported_by_few(module):
+    if module in MAY_USE_TOYS or NUMBER[module] >= 88: return
+    top = tree(module)
+    for n in ast.walk(top):
+        if isinstance(n, ast.FunctionDef) and is_study(n): n.body = [ast.Pass()]
+    assert 'toys' not in internal_imports(top), f'{module} may import toys inside its study functions only'
+
+
+@sources
+def test_no_star_and_no_vision(module):
+    text = (ROOT/f'mpcourse/{module}.py').read_text()
+    assert module == 'all' or not re.search(r'^\s*from \S+ import \*', text, re.M)
+    assert not re.search(r'^\s*(from|import) (torchvision|fastai\.vision)', text, re.M)
+
+
+BLOCKER = '''
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {blocked!r}: raise ImportError(name + ' is blocked')
+sys.meta_path.insert(0, Block())
+'''
+
+
+def run_blocked(blocked, code):
+    r = subprocess.run([sys.executable, '-c', BLOCKER.format(blocked=blocked) + code], capture_output=True, text=True, timeout=120)
+    assert r.returncode == 0, r.stderr
+
+
+@pytest.mark.library
+@pytest.mark.parametrize('module', LIGHT)
+def test_imports_without_fastai(module): run_blocked({'fastai', 'torchvision', 'spacy'}, f'import mpcourse.{module}')
+
+
+@pytest.mark.library
+def test_everything_imports_without_torchvision():
+    run_blocked({'torchvision'}, 'from mpcourse.all import *\nassert fp16.max == 65504 and callable(quantize)')
+
+
+def test_the_blocker_blocks():
+    with pytest.raises(AssertionError, match='fastai is blocked'): run_blocked({'fastai'}, 'import fastai')
+
+
+# --- code ---
+
+@sources
+def test_functions_are_short(module):
+    long = {f'{module}.{n.name}': lines for n, lines in functions(module) if lines > 25 and f'{module}.{n.name}' not in LONG}
+    assert not long, f'longer than 25 lines: {long}'
+
+
+@sources
+def test_lines_are_short(module):
+    lines = (ROOT/f'mpcourse/{module}.py').read_text().splitlines()
+    long = [i for i, line in enumerate(lines, 1) if len(line) > 120 and not line.startswith(('"""', '__all__'))]
+    assert not long, f'lines of more than 120 columns: {long}'
+
+
+@sources
+def test_public_names_have_docstrings(module):
+    mod = importlib.import_module(f'mpcourse.{module}')
+    for name in mod.__all__ if module != 'all' else []:
+        obj = getattr(mod, name)
+        if not (inspect.isclass(obj) or inspect.isfunction(obj)) or getattr(obj, '__module__', '') != mod.__name__: continue
+        assert inspect.getdoc(obj), f'{module}.{name} has no docstring'
+        for k, m in vars(obj).items() if inspect.isclass(obj) else []:
+            if k.startswith('_') or not inspect.isfunction(m): continue
+            assert inspect.getdoc(getattr(obj, k)), f'{module}.{name}.{k} has no docstring'
+
+
+@sources
+def test_parameters_of_public_functions_are_documented(module):
+    text = (ROOT/f'mpcourse/{module}.py').read_text().splitlines()
+    exported = set(importlib.import_module(f'mpcourse.{module}').__all__)
+    for n in tree(module).body:
+        if not isinstance(n, ast.FunctionDef) or n.name not in exported: continue
+        for a in [*n.args.posonlyargs, *n.args.args, *n.args.kwonlyargs]:
+            assert '#' in text[a.end_lineno - 1] or '#' in text[a.end_lineno], f'{module}.{n.name}: what is {a.arg}?'
+
+
+def test_no_module_state():
+    for module in LIBRARY:
+        for n in tree(module).body:
+            assert not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)), f'{module} does something when it is imported: {ast.unparse(n)}'
+        for n in ast.walk(tree(module)): assert not isinstance(n, ast.Global), f'{module} changes a global name'
+
+
+# --- chapters ---
+
+@notebooks
+def test_first_cell(path):
+    assert CELLS[path][0]['cell_type'] == 'markdown'
+    lines = [x for x in TEXTS[path][0].splitlines() if x.strip()]
+    assert re.match(r'# \S', lines[0]) and lines[1].startswith('> ')
+    extra = [x for x in lines[2:] if not re.match(r'(> |- [\w-]+: )', x)]
+    assert not extra, f'nbdev drops this text: {extra}'
+    assert sum(bool(re.match(r'# ', x)) for t, c in zip(TEXTS[path], CELLS[path]) if c['cell_type'] == 'markdown' for x in t.splitlines()[:1]) == 1
+
+
+@chapters
+def test_headings_in_order(path):
+    md = [t for t, c in zip(TEXTS[path], CELLS[path]) if c['cell_type'] == 'markdown']
+    shown = [re.sub(r':::+ *\{[^}]*\}\s*\n+#+ .+', '', t) for t in md]  # a callout's first heading is its title
+    heads = [m[1].strip() for t in shown for m in re.finditer(r'^## (.+)$', t, re.M)]
+    found = [h for h in heads if h in HEADINGS]
+    assert found == HEADINGS, f'found {found}'
+    between = heads[heads.index('What goes wrong') + 1:heads.index('See it')]
+    assert 2 <= len(between) <= 7, f'steps: {between}'
+
+
+@chapters
+def test_chapter_opens_with_what_it_needs(path):
+    opening = ' '.join(t for t, c in zip(TEXTS[path][1:6], CELLS[path][1:6]) if c['cell_type'] == 'markdown')
+    at = [opening.find(f'**{w}**') for w in ('You need', 'You will build', 'You will see')]
+    assert -1 not in at and at == sorted(at)
+
+
+@chapters
+def test_exercises_are_graded_and_solved(path):
+    text = '\n'.join(TEXTS[path])
+    after = text[text.index('## Exercises'):text.index('## Further reading')]
+    marks = re.findall(r'●○○|●●○|●●●', after)
+    assert 3 <= len(marks) <= 5 and marks == sorted(marks), marks
+    solutions = re.findall(r':::+ *\{\.callout[^}]*collapse="true"', after)
+    assert len(solutions) == len(marks) and len(re.findall(r'^:::\s*$', after, re.M)) == len(solutions)
+
+
+@notebooks
+def test_figures_have_caption_and_alt(path):
+    for t in TEXTS[path]:
+        head = t.split('\n\n')[0]
+        assert ('#| fig-cap:' in head) == ('#| fig-alt:' in head), t[:100]
+
+
+@notebooks
+def test_directives_stand_at_the_top(path):
+    for t, c in zip(TEXTS[path], CELLS[path]):
+        if c['cell_type'] != 'code': continue
+        lines = t.splitlines()
+        n = next((i for i, x in enumerate(lines) if x.strip() and not x.startswith('#|')), len(lines))
+        late = [x for x in lines[n:] if re.match(r'#\| *(export|hide|fig-|eval|cuda)', x)]
+        assert not late or any(q in t for q in ("'''", '"""')), f'directives below code: {late}'
+
+
+@notebooks
+def test_exported_imports_stand_alone(path):
+    for t in TEXTS[path]:
+        if not re.match(r'#\| *exporti?\b', t): continue
+        kinds = {isinstance(n, (ast.Import, ast.ImportFrom)) for n in ast.parse(t).body}
+        assert len(kinds) < 2, f'imports and other code in one exported cell: {t[:120]}'
+
+
+@notebooks
+def test_outputs_are_few_small_and_clean(path):
+    for c in CELLS[path]:
+        outs = c.get('outputs', [])
+        if path.stem != 'index': assert not outs, 'notebooks are committed without outputs'
+        text = json.dumps(outs)
+        assert len(text) < 300_000 and '"stderr"' not in text and str(Path.home()) + '/' not in text and '/site-packages/' not in text
+        assert not c.get('metadata') or set(c['metadata']) <= {'hide_input'}
+
+
+@notebooks
+def test_links_between_notebooks_resolve(path):
+    for t, c in zip(TEXTS[path], CELLS[path]):
+        if c['cell_type'] != 'markdown': continue
+        for target in re.findall(r'\]\(([\w./-]+)(?:#[^)]*)?\)', t):
+            if '://' not in target: assert (path.parent/target).exists(), f'{target} does not exist'
+
+
+def test_a_timing_is_never_asserted():
+    for p in NBS:
+        for t in TEXTS[p]:
+            assert '%timeit' not in t and '%time' not in t, p.name
+            bad = [x for x in t.splitlines() if x.startswith('assert') and re.search(r'perf_counter|\bseconds\b|elapsed', x)]
+            assert not bad, f'{p.name}: {bad}'
+
+
+# --- generated files and settings ---
+
+def settings():
+    cfg = configparser.ConfigParser(delimiters=['='])
+    cfg.read(ROOT/'settings.ini', encoding='utf-8')
+    return cfg['DEFAULT']
+
+
+def test_readme_is_current():
+    from mpcourse.course import readme_current
+    assert readme_current(ROOT/'nbs'), 'README.md is not what nbs/index.ipynb says: make readme'
+
+
+def test_readme_names_every_chapter_and_command():
+    text = (ROOT/'README.md').read_text(encoding='utf-8')
+    for p in CHAPTERS: assert f'nbs/{p.name}' in text, f'{p.name} is missing in the chapter table'
+    for command in ('make course', 'make lab'): assert command in text
+    for target in re.findall(r'\]\((?!https?:|#)([^)#]+)[^)]*\)', text): assert (ROOT/target).exists(), f'{target} does not exist'
+
+
+def test_settings():
+    cfg = settings()
+    assert cfg['tst_flags'] == 'cuda' and 'torch>=2.6,<2.14' in cfg['requirements'].split()
+    pinned = [re.split('[<>=]', r)[0] for r in cfg['requirements'].split() if re.search('<', r) and not r.startswith('torch')]
+    assert not pinned, f'runtime requirements stay wide: {pinned}'
+    names = lambda key: {re.split('[<>=]', r)[0] for r in cfg[key].split()}
+    assert names('course_requirements') <= names('dev_requirements'), 'dev must be able to run the course'
+    version = re.search(r'__version__ = "(.+)"', (ROOT/'mpcourse/__init__.py').read_text())[1]
+    assert version == cfg['version']
+
+
+def test_imports_are_declared():
+    "What a module imports at its top is a requirement, or in an extra if the module belongs to the runner"
+    cfg, alias = settings(), {'sklearn': 'scikit-learn', 'IPython': 'ipykernel', 'jupyter_client': 'nbclient', 'pygments': 'nbconvert', 'mistune': 'nbconvert'}
+    have = {re.split('[<>=]', r)[0] for r in cfg['requirements'].split()}
+    extra = {re.split('[<>=]', r)[0] for r in cfg['course_requirements'].split()}
+    for m in NUMBER:
+        for n in tree(m).body:
+            names = [a.name for a in n.names] if isinstance(n, ast.Import) else [n.module] if isinstance(n, ast.ImportFrom) and not n.level else []
+            for name in {alias.get(x.split('.')[0], x.split('.')[0]) for x in names} - set(sys.stdlib_module_names):
+                assert name in have or (NUMBER[m] >= 88 and name in extra) or name == 'mpcourse', f'{m} imports {name}, which settings.ini does not require'
+
+
+def test_ci_runs_what_make_test_runs():
+    run = (ROOT/'.ci/run').read_text()
+    assert 'set -euo pipefail' in run and run.rstrip().endswith('make test') and 'chromium' in run
+    assert (ROOT/'.ci/run').stat().st_mode & 0o111, '.ci/run cannot be executed'
+    assert '.ci/run' in (ROOT/'.github/workflows/test.yml').read_text()
