@@ -26,8 +26,8 @@ from .rounding import quantize
 def overloads(
     *names:str, # of aten ops, without overload: 'mm', 'convolution_backward'
 )->frozenset: # of OpOverloads; a name that this version of torch lacks is skipped
-    "Every overload of some aten ops, except those that are told their output's dtype"
-    packets = [getattr(torch.ops.aten, n) for n in names if hasattr(torch.ops.aten, n)]
+    "Every overload of some aten ops, also in place, except those that are told their output's dtype"
+    packets = [getattr(torch.ops.aten, n) for name in names for n in (name, name + '_') if hasattr(torch.ops.aten, n)]
     found = (getattr(p, o) for p in packets for o in p.overloads())
     return frozenset(f for f in found if not any(a.name == 'out_dtype' for a in f._schema.arguments))
 
@@ -90,16 +90,15 @@ def _opens(
     func, # an OpOverload
 )->bool:
     "Is the op made of other ops?"
-    return func in WHOLE_LAYERS or func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return func in WHOLE_LAYERS or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), 'CompositeImplicitAutograd')
 
 def _open(
     mode, # a dispatch mode, which is to see the inner ops
     func, args, kwargs, # the call
 ):  # what the op returns
     "Run an op that is made of others under the mode's eyes"
-    with mode:
-        if func not in WHOLE_LAYERS: return func.decompose(*args, **kwargs)
-        return func._op_dk(getattr(torch._C.DispatchKey, args[0].device.type.upper()), *args, **kwargs)
+    recipe = args[0].device.type.upper() if func in WHOLE_LAYERS else 'CompositeImplicitAutograd'
+    with mode: return func._op_dk(getattr(torch._C.DispatchKey, recipe), *args, **kwargs)
 
 # %% ../nbs/05_emulate.ipynb #d8bd58ff
 UNCLIPPED = overloads('_unsafe_view', 'unsafe_split', 'unsafe_split_with_sizes', 'empty', 'empty_like', 'empty_strided', 'new_empty',
@@ -113,13 +112,17 @@ def _is_view(
     rets = [r.alias_info for r in func._schema.returns]
     return torch.Tag.inplace_view in func.tags or any(a is not None and not a.is_write for a in rets)
 
-def _results(
-    func, args, kwargs, res, # a call and what it returned
-)->list: # of tensors
-    "The tensors that an op wrote: those that it changed, else those that it returned"
-    if w := _written(func): res = [kwargs[n] if n in kwargs else args[i] if i < len(args) else None for i,n in w]
-    flat = [t for r in (res if isinstance(res, (tuple, list)) else (res,)) for t in (r if isinstance(r, (tuple, list)) else (r,))]
-    return [t for t in flat if isinstance(t, Tensor)]
+def _changed(
+    func, args, kwargs, # a call
+)->list: # of tensors, or of lists of tensors
+    "The arguments that an op wrote into"
+    return [kwargs[n] if n in kwargs else args[i] if i < len(args) else None for i,n in _written(func)]
+
+def _tensors(
+    xs, # tensors, lists of tensors, anything else
+)->list: # the tensors
+    "The tensors in a list, or in lists in it"
+    return [t for x in xs for t in (x if isinstance(x, (tuple, list)) else (x,)) if isinstance(t, Tensor)]
 
 # %% ../nbs/05_emulate.ipynb #bb335f68
 def _clip_(
@@ -127,7 +130,7 @@ def _clip_(
 ):
     "Clip an op's half results at ±65504, in place; NaN stays NaN"
     if func in UNCLIPPED or _is_view(func): return
-    for t in _results(func, args, kwargs, res):
+    for t in _tensors([res, *_changed(func, args, kwargs)]):
         if t.dtype is torch.float16 and t.layout is torch.strided and not t._is_zerotensor(): t.clamp_(-65504, 65504)
 
 # %% ../nbs/05_emulate.ipynb #3460d64e
@@ -189,7 +192,8 @@ def _is_factory(
     name:str, # its name without overload
 )->bool:
     "Does the op make a tensor out of nothing, or out of another's shape?"
-    takes = any('Tensor' in str(a.type) for a in func._schema.arguments)
+    outs = [n for _,n in _written(func) if n.startswith('out')]
+    takes = any('Tensor' in str(a.type) and a.name not in outs for a in func._schema.arguments)
     makes = any('Tensor' in str(r.type) for r in func._schema.returns)
     return makes and (not takes or name.endswith('_like') or name.startswith('new_'))
 
@@ -304,20 +308,29 @@ SEALED = ('{0} computes a whole recurrent layer at once, and what happens inside
 STATISTICS = frozenset('''native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
     _batch_norm_with_update cudnn_batch_norm miopen_batch_norm _fused_rms_norm nll_loss_forward nll_loss2d_forward'''.split())
 
+@lru_cache(None)
+def _new(
+    func, # an OpOverload
+)->tuple: # of bools
+    "Which of its results are new tensors, to be rounded"
+    new = [r.alias_info is None for r in func._schema.returns]
+    name = func._overloadpacket.__name__
+    if name in STATISTICS or (func in ATTENTION and not name.endswith('backward')): new[1:] = [False]*(len(new) - 1)
+    return tuple(new)
+
 @patch
 def _rounded(self:emulate, func, args, kwargs, res):
-    "What an op returned, or what it wrote, on the grid"
-    if _written(func):
-        summing = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()   # autograd adds up gradients
-        if not _in_place(func) or self.inplace or summing:
-            for t in _results(func, args, kwargs, res): t.copy_(self._grid(t))
-        return res
-    if isinstance(res, Tensor): return self._grid(res)
+    "What an op returned, and what it wrote, on the grid"
+    if _written(func): self._round_written(func, args, kwargs)
+    if isinstance(res, Tensor): return self._grid(res) if _new(func)[0] else res
     if not isinstance(res, (tuple, list)): return res
-    first = func in ATTENTION or func._overloadpacket.__name__ in STATISTICS
-    return type(res)(r if i and first and len(res) > 1 and not _is_backward(func) else self._grid(r) for i,r in enumerate(res))
+    return type(res)(self._grid(r) if new else r for r,new in zip(res, _new(func))) if len(_new(func)) > 1 else res
 
-def _is_backward(func): return 'backward' in func._overloadpacket.__name__
+@patch
+def _round_written(self:emulate, func, args, kwargs):
+    summing = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()   # autograd adds up gradients
+    for (_,name),t in zip(_written(func), _changed(func, args, kwargs)):
+        if name.startswith('out') or (name == 'self' and (self.inplace or summing)): t.copy_(self._grid(t))
 
 # %% ../nbs/05_emulate.ipynb #f770bca1
 @lru_cache(None)
@@ -444,7 +457,7 @@ def _summed(
     elif name in MATRIX_PRODUCTS: res = _matrix_product(name, args, kwargs, partial(chunked_matmul, rnd=rnd, chunk=chunk))
     else: raise NotImplementedError(UNSUMMED.format(func))
     if not _written(func): return res
-    out, = _results(func, args, kwargs, res)
+    out, = _changed(func, args, kwargs)
     if out.shape != res.shape: out.resize_(res.shape)
     return out.copy_(res)
 
