@@ -175,6 +175,9 @@ def run_all_cells(page, url, name):
     page.goto(f'{url}/lab/tree/{name}?reset')
     page.wait_for_selector(IDLE, timeout=90_000)
     for attempt in range(4):  # a menu that is clicked while JupyterLab still settles may close again
+        if page.locator('.jp-Dialog').count():
+            print('JupyterLab asks:', page.locator('.jp-Dialog').first.inner_text())
+            page.locator('.jp-Dialog .jp-mod-accept').first.click()
         page.get_by_role('menuitem', name='Run', exact=True).click()
         page.get_by_text('Run All Cells', exact=True).first.click()
         try: page.wait_for_function(STARTED, timeout=15_000); break
