@@ -471,6 +471,7 @@ pre { font-size:.78rem; line-height:1.55; margin:0; padding:.7rem .9rem; overflo
 .code.exported .highlight { border-left:3px solid var(--accent); border-radius:0 6px 6px 0; }
 .module { position:absolute; right:.5rem; top:-.62rem; font-size:.68rem; color:var(--accent); background:var(--paper);
   border:1px solid var(--line); border-radius:9px; padding:0 .5rem; }
+:not(pre) > code { overflow-wrap:anywhere; }
 .output { margin:0 0 1.2rem; } .output pre { color:#3c4653; border-left:3px solid var(--line); padding:.3rem .9rem; }
 pre.stderr, pre.error { background:#fff3f2; border-color:#c8352b !important; } .tex-error { background:#fff3f2;
   color:#b3261e; }
