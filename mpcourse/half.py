@@ -72,6 +72,7 @@ def _map(
 ):  # the same nesting
     "Apply a function to every floating-point tensor"
     if isinstance(x, Tensor): return f(x) if x.is_floating_point() else x
+    if type(x) is dict: return {k: _map(f, v) for k, v in x.items()}
     if isinstance(x, dict):
         res = copy(x)                                        # keeps an OrderedDict or a defaultdict what it is
         for k, v in x.items(): res[k] = _map(f, v)
