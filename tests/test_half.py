@@ -1,0 +1,566 @@
+"""The cast policy on every kind of layer, hooks that copy and go away, nested inputs, and half training of a composite model."""
+import collections, copy, io, pickle, typing, warnings
+
+import pytest, torch, torch.nn as nn, torch.nn.functional as F
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_sequence
+
+from mpcourse.emulate import fast_half
+from mpcourse.formats import same_bits
+from mpcourse.half import (NORMS, ClampInfinite, cast, cast_policy, clamp_hooks, clamp_infinite, in_float, is_norm, model_bytes,
+                           model_to_float, model_to_half, norm_hooks, saved_bytes)
+from mpcourse.toys import captions, char_transformer, cnn, cross_entropy, digits, two_towers
+
+pytestmark = pytest.mark.library
+H, B, S, D = torch.float16, torch.bfloat16, torch.float32, torch.float64
+HALVES = pytest.mark.parametrize('dtype', [H, B], ids=['fp16', 'bf16'])
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
+
+
+def rand(*shape, seed=0, dtype=S, scale=1.): return (torch.randn(shape, generator=torch.Generator().manual_seed(seed))*scale).to(dtype)
+def tensors(model): return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+def floats(model): return {n: t for n, t in tensors(model).items() if t.is_floating_point()}
+def hooks(model): return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._forward_pre_hooks_with_kwargs) for m in model.modules())
+def snapshot(model): return {n: (t.dtype, t.detach().clone(), id(t)) for n, t in tensors(model).items()}
+
+
+def unchanged(model, before):
+    now = snapshot(model)
+    return now.keys() == before.keys() and all(same_bits(now[n][1], before[n][1]) and now[n][2] == before[n][2] for n in now)
+
+
+class HandRMS(nn.Module):
+    "As language models write it; no subclass of torch's"
+    def __init__(self, d=8): super().__init__(); self.weight = nn.Parameter(torch.ones(d))
+    def forward(self, x): return x/(x.pow(2).mean(-1, keepdim=True) + 1e-8).sqrt()*self.weight
+
+
+class LlamaRMSNorm(HandRMS): pass
+class T5LayerNorm(HandRMS): pass
+class LayerNorm2d(HandRMS): pass
+class FrozenBatchNorm2d(HandRMS): pass
+
+
+class PreNorm(nn.Module):
+    "A container with Norm in its name: its parts decide"
+    def __init__(self): super().__init__(); self.norm, self.fn = nn.LayerNorm(8), nn.Linear(8, 8)
+    def forward(self, x): return self.fn(self.norm(x))
+
+
+NORM_LAYERS = {
+    'batch1d': (lambda: nn.BatchNorm1d(8), (4, 8)), 'batch2d': (lambda: nn.BatchNorm2d(8), (4, 8, 3, 3)),
+    'batch3d': (lambda: nn.BatchNorm3d(8), (4, 8, 2, 2, 2)), 'batch, no weights': (lambda: nn.BatchNorm1d(8, affine=False), (4, 8)),
+    'instance1d': (lambda: nn.InstanceNorm1d(8), (4, 8, 5)), 'instance2d': (lambda: nn.InstanceNorm2d(8, affine=True, track_running_stats=True), (4, 8, 3, 3)),
+    'instance3d': (lambda: nn.InstanceNorm3d(8), (4, 8, 2, 2, 2)), 'layer': (lambda: nn.LayerNorm(8), (4, 8)),
+    'layer, no weights': (lambda: nn.LayerNorm(8, elementwise_affine=False), (4, 8)), 'group': (lambda: nn.GroupNorm(2, 8), (4, 8, 3)),
+    'rms': (lambda: nn.RMSNorm(8, eps=1e-8), (4, 8)), 'local response': (lambda: nn.LocalResponseNorm(2), (4, 8, 3)),
+    'cross map': (lambda: nn.CrossMapLRN2d(2), (4, 8, 3, 3)), 'llama': (LlamaRMSNorm, (4, 8)), 't5': (T5LayerNorm, (4, 8)),
+    '2d': (LayerNorm2d, (4, 8)), 'frozen': (FrozenBatchNorm2d, (4, 8))}
+all_norms = pytest.mark.parametrize('kind', NORM_LAYERS)
+
+
+# --- norms ---
+
+@all_norms
+@HALVES
+def test_a_norm_stays_in_fp32_and_computes_in_it(kind, dtype):
+    make, shape = NORM_LAYERS[kind]
+    norm, x = make(), rand(*shape, scale=300., dtype=dtype)
+    twin = copy.deepcopy(norm)
+    net = model_to_half(nn.Sequential(norm, nn.Linear(2, 2)), dtype)
+    inside = []
+    probe = norm.register_forward_pre_hook(lambda m, args: inside.append(args[0].dtype))
+    assert is_norm(norm) and all(t.dtype == S for t in floats(norm).values()) and net[1].weight.dtype == dtype
+    assert same_bits(norm(x), twin(x.float()).to(dtype)) and inside == [S]
+    probe.remove()
+    keyword = 'x' if isinstance(norm, (HandRMS, nn.RMSNorm)) else 'input'
+    assert same_bits(norm(**{keyword: x}), twin(x.float()).to(dtype))
+
+
+def test_sync_batchnorm_and_lazy_ones_are_norms():
+    assert is_norm(nn.SyncBatchNorm(4)) and is_norm(nn.LazyBatchNorm1d()) and is_norm(nn.LazyInstanceNorm2d())
+    assert set(cast_policy(nn.SyncBatchNorm(4)).values()) == {S} and all(isinstance(c, type) for c in NORMS)
+
+
+def test_a_container_called_norm_is_none():
+    net = PreNorm()
+    assert not is_norm(net) and not is_norm(nn.Identity()) and not is_norm(nn.Softmax(-1)) and not is_norm(nn.PairwiseDistance())
+    assert cast_policy(net) == {'norm.weight': S, 'norm.bias': S, 'fn.weight': H, 'fn.bias': H}
+
+
+def test_hand_written_norm_is_cured():
+    h = torch.tensor([[300.]*8, [0.]*8]).half()
+    sick, well = LlamaRMSNorm().half()(h), model_to_half(nn.Sequential(LlamaRMSNorm()))(h)
+    assert (sick[0] == 0).all() and sick[1].isnan().all()
+    assert (well[0] == 1).all() and (well[1] == 0).all()
+
+
+def test_batchnorm_statistics_beyond_half():
+    x = rand(64, 4, scale=1000.)
+    for net, finite in ((nn.Sequential(nn.BatchNorm1d(4)).half(), False), (model_to_half(nn.Sequential(nn.BatchNorm1d(4))), True)):
+        for _ in range(20): net(x.half())
+        assert net[0].running_var.isfinite().all() == finite
+        assert net[0].num_batches_tracked == 20 and net[0].num_batches_tracked.dtype == torch.int64
+
+
+def test_hooks_of_others_still_fire_and_see_what_passes_outside():
+    norm, seen = nn.LayerNorm(8), []
+    norm.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    before = norm.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
+    with norm_hooks(norm): norm(rand(2, 8, dtype=H))
+    assert seen == [H, H]
+    before.remove()
+    assert len(norm._forward_hooks) == 1
+
+
+def test_norm_hooks_handle():
+    net = cnn()
+    n = hooks(net)
+    handle = norm_hooks(net, B)
+    assert hooks(net) > n and net[1](rand(2, 8, 4, 4, dtype=B)).dtype == B
+    handle.remove(); handle.remove()
+    assert hooks(net) == n
+    with pytest.raises(KeyError), norm_hooks(net): raise KeyError
+    assert hooks(net) == n
+
+
+# --- what is cast ---
+
+LAYERS = {'conv': (lambda: nn.Conv2d(3, 4, 3), lambda: (rand(2, 3, 8, 8),)), 'transposed': (lambda: nn.ConvTranspose1d(3, 4, 2), lambda: (rand(2, 3, 8),)),
+          'linear': (lambda: nn.Linear(8, 4), lambda: (rand(2, 8),)), 'bilinear': (lambda: nn.Bilinear(3, 4, 5), lambda: (rand(2, 3), rand(2, 4))),
+          'embedding': (lambda: nn.Embedding(9, 4), lambda: (torch.arange(6),)), 'bag': (lambda: nn.EmbeddingBag(9, 4, mode='sum'), lambda: (torch.arange(6).view(2, 3),)),
+          'prelu': (lambda: nn.PReLU(), lambda: (rand(2, 3),)),
+          'lstm': (lambda: nn.LSTM(4, 5, 2, batch_first=True, bidirectional=True), lambda: (rand(2, 3, 4),)), 'gru': (lambda: nn.GRU(4, 5), lambda: (rand(2, 3, 4),)),
+          'rnn': (lambda: nn.RNN(4, 5), lambda: (rand(2, 3, 4),)), 'cell': (lambda: nn.LSTMCell(4, 5), lambda: (rand(2, 4),)),
+          'attention': (lambda: nn.MultiheadAttention(8, 2, batch_first=True), lambda: (rand(2, 3, 8),)*3),
+          'encoder': (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.), lambda: (rand(2, 3, 8),)),
+          'transformer': (lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True, dropout=0.), lambda: (rand(2, 3, 8), rand(2, 4, 8)))}
+
+
+def first(out):
+    while not isinstance(out, torch.Tensor): out = out[0]
+    return out
+
+
+@pytest.mark.parametrize('kind', LAYERS)
+@pytest.mark.parametrize('training', [True, False], ids=['train', 'eval'])
+def test_layers(kind, training):
+    torch.manual_seed(0)
+    make, inputs = LAYERS[kind]
+    net = make().train(training)
+    want = first(net(*inputs()))
+    ids = {n: id(p) for n, p in net.named_parameters()}
+    half = model_to_half(net)
+    policy = cast_policy(net)
+    assert policy == {n: t.dtype for n, t in floats(net).items()}
+    assert all((t == S) == ('norm' in n) for n, t in policy.items())
+    with warnings.catch_warnings(), fast_half():
+        warnings.simplefilter('error')
+        out = first(half(*cast(inputs(), H)))
+        (out.float().pow(2).sum()).backward()
+        with torch.no_grad(): again = first(half(*cast(inputs(), H)))
+    assert out.dtype == again.dtype == H and (out - want).abs().max() < .02*(1 + want.abs().max())
+    assert (again - out).abs().max() < .01
+    assert {n: id(p) for n, p in net.named_parameters()} == ids
+    assert all(p.grad is None or p.grad.dtype == p.dtype for p in net.parameters())
+
+
+@HALVES
+def test_buffers(dtype):
+    net = nn.Linear(2, 2)
+    net.register_buffer('scale', torch.tensor(1.1))
+    net.register_buffer('ids', torch.arange(3))
+    net.register_buffer('mask', torch.ones(2, dtype=torch.bool))
+    net.register_buffer('temp', torch.tensor(2., dtype=D), persistent=False)
+    net.register_buffer('none', None)
+    net.register_buffer('z', torch.zeros(2, dtype=torch.complex64))
+    assert cast_policy(net, dtype) == dict(weight=dtype, bias=dtype, scale=dtype, temp=dtype)
+    model_to_half(net, dtype)
+    assert [net.scale.dtype, net.temp.dtype, net.ids.dtype, net.mask.dtype, net.z.dtype] == [dtype, dtype, torch.int64, torch.bool, torch.complex64]
+
+
+def test_the_order_and_names_are_the_models():
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    assert set(cast_policy(net)) == set(floats(net)) and list(cast_policy(nn.Linear(2, 2))) == ['weight', 'bias']
+
+
+def test_tied():
+    net = char_transformer()
+    net.head.weight = net.tok.weight
+    opt = torch.optim.SGD(net.parameters(), lr=.1)
+    policy = cast_policy(net)
+    assert policy['tok.weight'] == policy['head.weight'] == H and policy['ln.weight'] == policy['blocks.0.ln1.bias'] == S
+    model_to_half(net)
+    assert net.head.weight is net.tok.weight and net.head.weight.dtype == H
+    assert [id(p) for p in opt.param_groups[0]['params']] == [id(p) for p in net.parameters()]
+    model_to_float(net)
+    assert net.head.weight is net.tok.weight and net.head.weight.dtype == S
+
+
+def test_one_module_in_two_places_and_a_shared_buffer():
+    ln = nn.LayerNorm(4)
+    net, both = nn.Sequential(ln, nn.Linear(4, 4), ln, nn.Linear(4, 4)), torch.ones(3)
+    net[1].register_buffer('a', both); net[3].register_buffer('b', both)
+    assert cast_policy(net)['0.weight'] == cast_policy(net)['2.weight'] == S
+    model_to_half(net)
+    assert net[1].a is net[3].b and net[1].a.dtype == H and net(rand(2, 4, dtype=H)).dtype == H
+
+
+def test_frozen_parameters_and_gradients():
+    net = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+    net[0].requires_grad_(False)
+    net(rand(3, 2)).sum().backward()
+    grads = [p.grad for p in net.parameters()]
+    model_to_half(net)
+    assert [p.requires_grad for p in net.parameters()] == [False]*2 + [True]*4
+    for p, g in zip(net.parameters(), grads): assert (g is None and p.grad is None) or same_bits(p.grad, g.to(p.dtype))
+    net(rand(3, 2, dtype=H)).sum().backward()        # accumulates into the gradients that are there
+
+
+def test_channels_last_stays():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    assert model_to_half(net)[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize('wrap', [parametrizations.weight_norm, parametrizations.spectral_norm], ids=['weight', 'spectral'])
+def test_parametrized(wrap):
+    torch.manual_seed(0)
+    net = wrap(nn.Linear(4, 4))
+    want = net.eval()(rand(2, 4))
+    out = model_to_half(net)(rand(2, 4, dtype=H))
+    assert net.weight.dtype == out.dtype == H and (out - want).abs().max() < .02
+
+
+def test_a_loss_inside_a_model():
+    class WithLoss(nn.Module):
+        def __init__(self): super().__init__(); self.lin, self.loss = nn.Linear(4, 3), nn.CrossEntropyLoss(weight=torch.tensor([1., .1, .3]))
+        def forward(self, x, y): return self.loss(self.lin(x)*1000, y)
+    net, x, y = WithLoss(), rand(5, 4), torch.arange(5) % 3
+    want = net(x, y)
+    loss = model_to_half(net)(x.half(), y)
+    assert cast_policy(net)['loss.weight'] == S and loss.dtype == S and abs(loss - want) < .02*want
+
+
+# --- there and back ---
+
+def dyadic(model):
+    "Weights that half precision holds exactly"
+    with torch.no_grad():
+        for t in floats(model).values(): t.copy_(t.half().float())
+    return model
+
+
+@pytest.mark.parametrize('make', [cnn, char_transformer, two_towers, lambda: nn.LSTM(3, 4, 2)], ids=['cnn', 'lm', 'towers', 'lstm'])
+def test_back_to_float_bit_for_bit(make):
+    net = dyadic(make())
+    before, n = snapshot(net), hooks(net)
+    model_to_float(model_to_half(net))
+    assert unchanged(net, before) and hooks(net) == n
+
+
+def test_back_to_float_keeps_rounding_and_the_norms_bits():
+    net = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    with torch.no_grad(): net[1].weight.copy_(rand(3))
+    before = {n: t.detach().clone() for n, t in floats(net).items()}
+    model_to_float(model_to_half(net, B))
+    for n, t in floats(net).items(): assert same_bits(t.detach(), before[n] if n[0] == '1' else before[n].bfloat16().float())
+    assert not same_bits(net[0].weight.detach(), before['0.weight'])
+
+
+def test_twice_half_and_other_half():
+    net = cnn()
+    n = hooks(model_to_half(net))
+    assert hooks(model_to_half(net)) == n and hooks(model_to_half(net, B)) == n
+    assert net[1](rand(2, 8, 4, 4, dtype=B)).dtype == B and net[0].weight.dtype == B and net[1].weight.dtype == S
+    model_to_float(net)
+    assert hooks(net) == 0 and {t.dtype for t in floats(net).values()} == {S}
+    assert model_to_float(net) is net
+
+
+def test_a_model_that_is_half_already():
+    x = rand(4, 1, 8, 8)
+    for net in (cnn().half(), cnn().bfloat16(), cnn().double()):
+        model_to_half(net)
+        assert {n: t.dtype for n, t in floats(net).items()} == cast_policy(cnn())
+        assert net(x.half()).dtype == H
+
+
+def test_others_hooks_stay():
+    net = cnn()
+    seen = []
+    net[1].register_forward_hook(lambda *a: seen.append(1))
+    net[1].register_forward_pre_hook(lambda m, args, kw: seen.append(2), with_kwargs=True)
+    model_to_float(model_to_half(net))(rand(2, 1, 8, 8))
+    assert seen == [2, 1]
+
+
+@pytest.mark.parametrize('how', ['deepcopy', 'pickle', 'save'])
+def test_a_converted_model_is_copied_with_its_hooks(how):
+    net = model_to_half(cnn())
+    if how == 'deepcopy': twin = copy.deepcopy(net)
+    elif how == 'pickle': twin = pickle.loads(pickle.dumps(net))
+    else:
+        f = io.BytesIO(); torch.save(net, f); f.seek(0)
+        twin = torch.load(f, weights_only=False)
+    x = rand(4, 1, 8, 8, dtype=H, scale=500.)
+    assert same_bits(net(x), twin(x))
+    model_to_float(twin)
+    assert hooks(twin) == 0 and hooks(net) > 0 and net(x).dtype == H
+    assert twin(x.float()).dtype == S
+
+
+def test_a_copy_of_a_hooked_model_can_be_unhooked_too():
+    net = nn.LayerNorm(4)
+    handle = norm_hooks(net)
+    twin, twins = copy.deepcopy((net, handle))
+    twins.remove()
+    assert hooks(twin) == 0 and hooks(net) > 0
+    handle.remove()
+    assert hooks(net) == 0
+
+
+def test_state_dict_loads_both_ways():
+    net, other = cnn(), cnn(seed=1)
+    model_to_half(other).load_state_dict(net.state_dict())
+    assert all(same_bits(p.data, q.data.to(p.dtype)) for p, q in zip(other.parameters(), net.parameters()))
+
+
+# --- compiled ---
+
+def test_compiled():
+    net, x = cnn(), rand(4, 1, 8, 8, scale=500.)
+    fast = torch.compile(net, backend='eager', fullgraph=True)
+    want = fast(x)
+    assert cast_policy(fast) == {f'_orig_mod.{n}': t for n, t in cast_policy(net).items()}
+    assert set(cast_policy(fast)) == set(floats(fast))
+    assert model_to_half(fast) is fast and net[0].weight.dtype == H and net[1].weight.dtype == S
+    net.eval()
+    out = fast(x.half())
+    assert same_bits(out, net(x.half())) and out.dtype == H
+    model_to_float(fast)
+    net.train()
+    assert hooks(net) == 0 and fast(x).dtype == want.dtype == S
+    torch._dynamo.reset()
+
+
+def test_compiled_after_casting():
+    net, x = model_to_half(nn.Sequential(nn.Linear(4, 4), LlamaRMSNorm(4), nn.Linear(4, 2))), rand(3, 4, dtype=H, scale=1e3)
+    assert same_bits(torch.compile(net, backend='eager', fullgraph=True)(x), net(x)) and net(x).isfinite().all()
+    torch._dynamo.reset()
+
+
+# --- nests ---
+
+Pair = collections.namedtuple('Pair', 'x y')
+class Typed(typing.NamedTuple):
+    x: torch.Tensor
+    n: int = 3
+
+
+class Opaque:
+    def __init__(self): self.x = torch.zeros(2)
+
+
+def test_cast_every_nesting():
+    f, i, o = torch.ones(2), torch.arange(2), Opaque()
+    nest = {'a': [f, (f, i, None)], 'b': Pair(f, [i, 'word']), 'c': Typed(f), 'd': collections.OrderedDict(z=f), 1: 2.5, 'o': o, 'm': torch.ones(2, dtype=torch.bool)}
+    got = cast(nest, H)
+    assert got['a'][0].dtype == got['a'][1][0].dtype == got['b'].x.dtype == got['c'].x.dtype == got['d']['z'].dtype == H
+    assert got['a'][1][1] is i and got['a'][1][2] is None and got['b'].y == [i, 'word'] and got['c'].n == 3 and got[1] == 2.5
+    assert got['o'] is o and o.x.dtype == S and got['m'].dtype == torch.bool
+    assert [type(got[k]) for k in 'abcd'] == [list, Pair, Typed, collections.OrderedDict] and type(got['a'][1]) is tuple
+    assert f.dtype == S and nest['a'][0] is f and list(got) == list(nest)
+
+
+@pytest.mark.parametrize('x', [None, 3, 2.5, 'word', b'bytes', {1, 2}, torch.arange(3), torch.tensor(True), torch.zeros(2, dtype=torch.complex64)])
+def test_cast_leaves_alone(x): assert cast(x, H) is x
+
+
+def test_cast_containers_keep_their_kind():
+    class Rows(list): pass
+    dd = collections.defaultdict(list, a=torch.ones(1))
+    got = cast(dd, H)
+    assert got['a'].dtype == H and got['new'] == [] and 'new' not in dd
+    assert type(cast(Rows([torch.ones(1)]), H)) is Rows and cast(torch.Size([2, 3]), H) == torch.Size([2, 3])
+    top = cast(torch.ones(3).max(0), H)
+    assert type(top) is torch.return_types.max and top.values.dtype == H and top.indices.dtype == torch.int64
+    packed = cast(pack_sequence([torch.ones(3, 4), torch.ones(2, 4)]), H)
+    assert packed.data.dtype == H and packed.batch_sizes.dtype == torch.int64
+    assert model_to_half(nn.GRU(4, 2))(packed)[0].data.dtype == H
+
+
+def test_cast_makes_no_copy_where_none_is_needed():
+    x = torch.ones(2).half()
+    assert cast([x], H)[0] is x
+
+
+def test_cast_is_differentiable():
+    x = torch.ones(2, requires_grad=True)
+    cast({'x': x}, H)['x'].sum().backward()
+    assert x.grad.dtype == S
+
+
+def test_in_float():
+    pred, y = rand(4, 3, dtype=H, scale=30.), torch.tensor([0, 1, 2, 0])
+    loss = in_float(F.cross_entropy)(pred, target=y)
+    assert same_bits(loss, F.cross_entropy(pred.float(), y))
+    assert in_float(torch.var)(torch.full((8,), 6e4).half()) == 0
+    again = pickle.loads(pickle.dumps(in_float(cross_entropy)))
+    assert same_bits(again(pred, y), loss)
+
+
+# --- the clamp ---
+
+@pytest.mark.parametrize('dtype', [H, B, S])
+def test_clamp_infinite(dtype):
+    top = torch.finfo(dtype).max
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 1., -0., top], dtype=dtype)
+    want = torch.tensor([top, -top, torch.nan, 1., -0., top], dtype=dtype)
+    assert same_bits(clamp_infinite(x), want) and same_bits(clamp_infinite((x, [3]))[0], want)
+    ids = torch.arange(2)
+    assert clamp_infinite(ids) is ids
+
+
+def test_clamp_hooks():
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Sequential(nn.Linear(1, 1, bias=False)))
+    for p in net.parameters(): nn.init.constant_(p, 3e4)
+    model_to_half(net)
+    x = torch.ones(1, 1).half()
+    assert net(x*4).isinf().all()
+    with clamp_hooks(net) as handle:
+        assert len(handle) == 4 and (net(x*4) == 65504).all() and (net(-x*4) == -65504).all()
+        assert copy.deepcopy(net)(x*4) == 65504 and pickle.loads(pickle.dumps(net))(x*4) == 65504
+    assert net(x*4).isinf().all()
+    with clamp_hooks(net, nn.Linear) as handle: assert len(handle) == 2
+    h = net.register_forward_hook(ClampInfinite())
+    assert net(x*4) == 65504
+    h.remove()
+
+
+# --- a composite model ---
+
+class Composite(nn.Module):
+    "BatchNorm, a convolution, a tied embedding, a frozen layer, an unused parameter, a hand-written norm"
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.frozen = nn.Conv2d(1, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.Linear(128, 16).requires_grad_(False)
+        self.tok, self.norm, self.head = nn.Embedding(10, 16), LlamaRMSNorm(16), nn.Linear(16, 10, bias=False)
+        self.head.weight, self.unused = self.tok.weight, nn.Parameter(torch.ones(3))
+    def forward(self, batch):
+        h = self.frozen(self.bn(self.conv(batch['images'])).relu().flatten(1))
+        return {'logits': self.head(self.norm(h + self.tok(batch['hint'])))}
+
+
+def compose(seed=0):
+    torch.manual_seed(seed)
+    return Composite()
+
+
+@HALVES
+def test_composite_forward_and_backward(dtype):
+    x, y = digits().train
+    batch, y = {'images': x[:64], 'hint': (y[:64] + 3) % 10}, y[:64]
+    ref, net = compose(), model_to_half(compose(), dtype)
+    loss = F.cross_entropy(ref(batch)['logits'], y)
+    loss.backward()
+    with fast_half():
+        out = net(cast(batch, dtype))['logits']
+        mine = in_float(F.cross_entropy)(out, y)
+        (mine*256).backward()
+    assert out.dtype == dtype and mine.dtype == S and abs(mine - loss) < .02*loss
+    for (n, p), q in zip(net.named_parameters(), ref.parameters()):
+        if q.grad is None: assert p.grad is None and n in ('unused', 'frozen.weight', 'frozen.bias'); continue
+        assert p.grad.dtype == p.dtype, n
+        if n == 'conv.bias': continue                 # BatchNorm takes it out again: its gradient is rounding noise
+        assert (p.grad.float()/256 - q.grad).norm() < (.02 if dtype == H else .1)*q.grad.norm(), n
+    assert net.bn.num_batches_tracked == 1 and (net.bn.running_var - ref.bn.running_var).abs().max() < .02
+
+
+def test_composite_trains_in_half():
+    x, y = digits().train
+    net = model_to_half(compose())
+    opt, losses = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=.05, momentum=.9), []
+    frozen = net.frozen.weight.detach().clone()
+    with fast_half():
+        for i in range(40):
+            part = slice(32*i, 32*i + 32)
+            loss = in_float(F.cross_entropy)(net(cast({'images': x[part], 'hint': torch.zeros_like(y[part])}, H))['logits'], y[part])
+            opt.zero_grad(); loss.backward(); opt.step()
+            losses.append(loss.item())
+    assert sum(losses[-5:]) < .6*sum(losses[:5]) and same_bits(net.frozen.weight.detach(), frozen)
+
+
+def test_many_inputs():
+    data, net = captions(), two_towers()
+    ins = (data.train[0][:8], *data.extra)
+    want, out = net(*ins), model_to_half(net)(*cast(ins, H))
+    assert out.dtype == H and (out - want).abs().max() < .1
+
+
+# --- memory ---
+
+def test_bytes():
+    net = char_transformer()
+    n = sum(p.numel() for p in net.parameters())
+    net.head.weight = net.tok.weight
+    tied = n - net.tok.weight.numel()
+    norms = 2*64*5
+    assert model_bytes(net) == 4*tied and model_bytes(model_to_half(net)) == 2*tied + 2*norms
+    lin = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Linear(16, 4))
+    x = rand(100, 8)[:10]
+    assert saved_bytes(lin, x) == 4*(10*8 + 10*16) and saved_bytes(lin.half(), x.half()) == 2*(10*8 + 10*16)
+
+
+# --- sentences ---
+
+def sentence(e): return str(e.value)
+
+
+@pytest.mark.parametrize('dtype', [S, D, torch.int8, 'fp16', None, torch.float8_e4m3fn])
+def test_refuses_what_is_not_half(dtype):
+    net = nn.Linear(2, 2)
+    for f in (cast_policy, model_to_half):
+        with pytest.raises(ValueError, match='torch.float16 or torch.bfloat16') as e: f(net, dtype)
+        assert repr(dtype) in sentence(e)
+    assert net.weight.dtype == S
+
+
+@pytest.mark.parametrize('make', [nn.ReLU, nn.Sequential, lambda: nn.BatchNorm1d(3, affine=False)], ids=['relu', 'empty', 'buffers only'])
+def test_refuses_a_model_without_floats(make):
+    for f in (cast_policy, model_to_half):
+        with pytest.raises(ValueError, match='no floating-point parameter'): f(make())
+
+
+def test_refuses_a_tensor_that_must_be_both():
+    net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1, bias=False), nn.PReLU(4))
+    net[2].weight = net[0].weight
+    before = snapshot(net)
+    with pytest.raises(ValueError, match='0.weight and 2.weight are one tensor'): model_to_half(net)
+    assert unchanged(net, before) and hooks(net) == 0
+
+
+def test_two_norms_may_share():
+    net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
+    net[2].weight = net[0].weight
+    assert model_to_half(net)[2].weight is net[0].weight and net[0].weight.dtype == S
+
+
+def test_refuses_what_has_no_shape():
+    net = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    with pytest.raises(ValueError, match='1.weight has no shape yet'): model_to_half(net)
+    assert net[0].weight.dtype == S
+    with torch.no_grad(): net(torch.ones(1, 2))
+    assert model_to_half(net)[1].weight.dtype == H
+
+
+@pytest.mark.parametrize('what', [None, [nn.Linear(2, 2)], 'model'])
+def test_refuses_what_is_no_model(what):
+    for f in (cast_policy, model_to_half, model_to_float):
+        with pytest.raises(TypeError, match='nn.Module'): f(what)
