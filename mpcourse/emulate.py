@@ -231,12 +231,13 @@ _FAMILIAR = '''mm addmm bmm convolution convolution_backward _scaled_dot_product
 def op_table():  # a pandas DataFrame, one row per kind
     "What `emulate` does to all ops that this version of torch has"
     import pandas as pd
-    split = (n[6:].partition('.') for n in torch._C._dispatch_get_all_op_names() if n.startswith('aten::'))
-    kinds = {(n, op_kind(getattr(getattr(torch.ops.aten, n), o or 'default'))) for n,_,o in split}
+    kinds = {}
+    for n,_,o in (n[6:].partition('.') for n in torch._C._dispatch_get_all_op_names() if n.startswith('aten::')):
+        if o.endswith('out') or 'dtype' in o or kinds.get(n, 'opened') != 'opened': continue   # one kind for an op
+        kinds[n] = op_kind(getattr(getattr(torch.ops.aten, n), o or 'default'))
     def row(k):
-        names = {n for n,kind in kinds if kind == k}
-        known = ', '.join(n for n in _FAMILIAR if n in names)
-        return {'ops': len(names), 'for example': known, 'treatment': OP_KINDS[k]}
+        known = ', '.join(n for n in _FAMILIAR if kinds.get(n) == k)
+        return {'ops': list(kinds.values()).count(k), 'for example': known, 'treatment': OP_KINDS[k]}
     return pd.DataFrame([row(k) for k in OP_KINDS], index=pd.Index(OP_KINDS, name='kind'))
 
 # %% ../nbs/05_emulate.ipynb #f7046849

@@ -800,6 +800,13 @@ def test_every_op_has_a_kind_and_the_table_shows_them():
     t = op_table()
     assert list(t.index) == list(OP_KINDS) and (t['ops'] > 0).all() and list(t['treatment']) == list(OP_KINDS.values())
     assert all(t['for example'])
+    there = set(torch._C._dispatch_get_all_op_names())
+    def kinds(n):
+        p = getattr(torch.ops.aten, n)
+        return {op_kind(f) for f in (getattr(p, o) for o in p.overloads()) if f.name() in there}
+    for kind, names in t['for example'].items(): assert all(kind in kinds(n) for n in names.split(', '))
+    listed = sum(t['for example'].str.split(', '), [])
+    assert len(listed) == len(set(listed))
 
 
 EXPECTED_KINDS = {
