@@ -1,7 +1,6 @@
 "Chapter 01: every format against torch, ml_dtypes and gfloat, code by code"
 import math
 
-import gfloat
 import gfloat.formats as gf
 import ml_dtypes
 import numpy as np
