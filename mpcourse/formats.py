@@ -44,7 +44,7 @@ class FloatFormat:
         if not self.name: object.__setattr__(self, 'name', f'e{self.exp_bits}m{self.man_bits}')
         lo, hi = -self.bias - self.man_bits, 2**self.exp_bits - self.bias
         if lo < -1022 or hi > 1022:
-            raise ValueError(f'{self.name} with bias {self.bias} reaches from 2^{lo} to 2^{hi}; its values are computed '
+            raise ValueError(f'{self.name} with bias {self.bias} reaches from 2^{lo} to 2^{hi}, and values are computed '
                              'in FP64, from 2^-1022 to 2^1022: take fewer exponent bits or another bias.')
 
 def _check_fields(
@@ -327,7 +327,7 @@ def parse_number(
         if m := re.fullmatch(r'(-?)(\d+)\^(-?\d{1,4})', s): return float(m[1] + '1')*float(m[2])**int(m[3])
         return float(Fraction(s)) if '/' in s else float(s)
     except (ValueError, ArithmeticError):
-        raise ValueError(f'{text!r} is not a number that FP64 holds: type one like 0.1, 2^-14, 1/3 or inf.') from None
+        raise ValueError(f'{text!r} is no number that FP64 holds: type one like 0.1, 2^-14, 1/3 or inf.') from None
 
 def _error(
     x:float, # what was to be stored
