@@ -44,8 +44,8 @@ class FloatFormat:
         if not self.name: object.__setattr__(self, 'name', f'e{self.exp_bits}m{self.man_bits}')
         lo, hi = -self.bias - self.man_bits, 2**self.exp_bits - self.bias
         if lo < -1022 or hi > 1022:
-            raise ValueError(f'{self.name} with bias {self.bias} reaches from 2^{lo} to 2^{hi}, and values are computed '
-                             'in FP64, from 2^-1022 to 2^1022: take fewer exponent bits or another bias.')
+            raise ValueError(f'{self.name} with bias {self.bias} reaches from 2^{lo} to 2^{hi}; values are computed in '
+                             'FP64, from 2^-1022 to 2^1022: take fewer exponent bits or another bias.')
 
 def _check_fields(
     fmt:FloatFormat, # raises ValueError with a sentence if its widths or its kind cannot be
