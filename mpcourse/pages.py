@@ -498,6 +498,10 @@ details.callout[open] > summary { border-bottom:1px solid var(--line); } .callou
 # %% ../nbs/89_pages.ipynb #91536aae
 STYLE_REST = '''
 .widget { border:1px solid var(--line); border-radius:6px; padding:.8rem .9rem .5rem; margin:.4rem 0 1rem; }
+.mp-explore { border:1px solid var(--line); border-radius:6px; padding:.8rem .9rem .5rem; margin:.4rem 0 1rem; }
+.mp-explore > div:first-child { font:.9rem/1.5 system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;
+  display:flex; flex-wrap:wrap; gap:.3rem .6rem; } .mp-explore label { display:flex; gap:.5rem; align-items:center; }
+.mp-explore input[type=range] { width:min(16rem, 45vw); } .mp-explore output { min-width:3ch; }
 .w-box { display:flex; gap:.35rem .9rem; flex-wrap:wrap; align-items:center; } .w-vbox, .w-tab, .w-accordion {
   flex-direction:column; align-items:stretch; }
 .w-row { display:flex; gap:.6rem; align-items:center; font-size:.9rem; flex-wrap:wrap; } .w-desc { min-width:4.5rem; }
