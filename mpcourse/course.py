@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 # %% ../nbs/90_course.ipynb #1a9f90b3
 from .machine import has_cuda
-from .pages import (Chapter, PageRenderer, body_html, directives, is_hidden, is_off, page_html, read_chapter,
-                            relink, shell_html, split_directives, split_fences, toc_html)
+from .pages import (Chapter, PageRenderer, body_html, directives, inline_html, is_hidden, is_off, page_html,
+                            read_chapter, relink, shell_html, split_directives, split_fences, toc_html)
 
 # %% ../nbs/90_course.ipynb #62d52fa5
 class CourseError(Exception):
@@ -347,7 +347,7 @@ def entry_html(
     "A chapter in the list: number, title, promise, status"
     title = escape(ch.title)
     name = f'<a href="{ch.stem}.html">{title}</a>' if nb else title
-    what = f'<div><span class="name">{name}</span><p>{escape(ch.promise)}</p></div>'
+    what = f'<div><span class="name">{name}</span><p>{inline_html(ch.promise, PageRenderer())}</p></div>'
     return f'<li><div class="no">{ch.number}</div>{what}{status_html(nb, ch)}</li>'
 
 # %% ../nbs/90_course.ipynb #20984431
@@ -375,7 +375,7 @@ def index_html(
     body = relink(body_html(nb, md, index), pages) if nb else ''
     failed = status_html(nb, index) if nb and nb.metadata.get('mpcourse', {}).get('status') == 'failed' else ''
     toc = toc_html([(2, 'chapters', 'Chapters'), *md.toc])
-    main = f'''<main><h1>{escape(index.title)}</h1><p class="promise">{escape(index.promise)}</p>{failed}
+    main = f'''<main><h1>{escape(index.title)}</h1><p class="promise">{inline_html(index.promise, md)}</p>{failed}
 <h2 id="chapters">Chapters</h2>{list_html([(c, n) for c,n in runs if c.number != 'index'])}{body}</main>
 <aside><nav class="toc"><b>On this page</b>{toc}</nav></aside>'''
     return shell_html(index.title, main, about=index.promise)

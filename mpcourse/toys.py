@@ -12,7 +12,8 @@ __all__ = ['ALPHABET', 'TEXT_SHA', 'NAMES', 'TOYS', 'Data', 'digits', 'encode_te
            'check_clipped_step', 'check_order_from']
 
 # %% ../nbs/03_toys.ipynb #ce7ebb86
-import hashlib, importlib.util, inspect, io, json, math, multiprocessing, os, pkgutil, platform, threading, time, tokenize
+import hashlib, importlib.util, inspect, io, json, math, multiprocessing, os, pkgutil
+import platform, threading, time, tokenize
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ def _sklearn_digits():
     "scikit-learn's digits as two arrays, or a sentence that says how to get them"
     try: from sklearn.datasets import load_digits
     except ImportError as e:
-        raise ImportError("The digits come with scikit-learn, which is not installed: pip install 'mpcourse[data]'") from e
+        raise ImportError("The digits come with scikit-learn, which is missing: pip install 'mpcourse[data]'") from e
     return load_digits(return_X_y=True)
 
 def digits(
@@ -481,10 +482,16 @@ class Study:
     seeds: tuple         # the seeds of each row
     modules: tuple = ()  # modules of the package that the result depends on: when their code changes it is out of date
 
-    @property
-    def name(self): return self.func.__name__
     def __call__(self, row, seed): return self.func(row, seed)
-    def tasks(self): return [(row, seed) for seed in self.seeds for row in self.rows]
+
+    @property
+    def name(self):
+        "The function's name"
+        return self.func.__name__
+
+    def tasks(self):
+        "All (row, seed), seed by seed, so that an interrupted study has something of every row"
+        return [(row, seed) for seed in self.seeds for row in self.rows]
 
 def study(
     rows: Iterable,         # names of what is compared
@@ -530,6 +537,7 @@ def find_studies(
     root, found = importlib.import_module(package), {}
     for m in pkgutil.iter_modules(root.__path__):
         spec = importlib.util.find_spec(f'{package}.{m.name}')
+        if not (spec.origin or '').endswith('.py'): continue
         if '\n@study(' not in Path(spec.origin).read_text(encoding='utf-8'): continue   # do not import what has none
         mod = importlib.import_module(spec.name)
         for s in vars(mod).values():
@@ -708,7 +716,7 @@ def _read_photos(folder, size, limit):
     files = [(f, k) for k, c in enumerate(classes) for f in sorted((folder / c).iterdir())
              if f.suffix.lower() in ('.jpeg', '.jpg', '.png')]
     if not files:
-        raise FileNotFoundError(f'{folder} has no class folders with photos: give the unpacked imagenette2-160 as `path`.')
+        raise FileNotFoundError(f'{folder} has no class folders with photos: give the folder imagenette2-160.')
     if limit: files = files[::max(1, -(-len(files) // limit))]
     x = np.stack([np.asarray(ImageOps.fit(Image.open(f).convert('RGB'), (size, size))) for f, _ in files])
     return torch.from_numpy(x).permute(0, 3, 1, 2).contiguous(), torch.tensor([k for _, k in files])
@@ -750,13 +758,13 @@ def check_clipped_step(
     f, # a step for `fit`
 ):
     "Check exercise 3 of chapter 03"
-    for factor, want in ((100., 1.), (0.01, None)):     # a long gradient, which is clipped, and a short one, which is not
+    for factor, want in ((100., 1.), (0.01, None)):     # a long gradient, to be clipped, and a short one
         net, data = relu_mlp(), digits()
         before = [p.detach().clone() for p in net.parameters()]
         opt = torch.optim.SGD(net.parameters(), lr=1.)
         for p in net.parameters(): p.grad = torch.full_like(p, 1e6)      # left over from somewhere
         rec = f(net, *next(batches(data, 64, 1)), opt, lambda p, y: factor * cross_entropy(p, y))
-        assert isinstance(rec, dict) and set(rec) == {'loss', 'norm'}, f"The step returned {rec!r}; wanted 'loss', 'norm'."
+        assert isinstance(rec, dict) and set(rec) == {'loss', 'norm'}, f'It returned {rec!r}, not a loss and a norm.'
         moved = torch.cat([(p.detach() - q).flatten() for p, q in zip(net.parameters(), before)]).norm().item()
         want = want or float(rec['norm'])
         assert abs(moved - want) < 1e-3 * want, f'With lr 1 the weights moved by {moved:.4g}; expected {want:.4g}.'
@@ -773,4 +781,5 @@ def check_order_from(
         got = f(n, bs, seed, start)
         assert got is not None, 'order_from returned nothing: replace the stub with your solution.'
         for k, (a, b) in enumerate(zip(want, got)):
-            assert a.tolist() == list(b), f'order_from({n}, {bs}, {seed}, {start}): batch {k} is {list(b)}, not {a.tolist()}.'
+            a, b, call = a.tolist(), list(map(int, b)), f'order_from({n}, {bs}, {seed}, {start})'
+            assert a == b, f'{call}: batch {k} is {b}, not {a}.'
