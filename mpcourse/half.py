@@ -52,7 +52,7 @@ def cast_policy(
     model:nn.Module, # any model; it is not changed
     dtype:torch.dtype=torch.float16, # torch.float16 or torch.bfloat16
 )->dict: # name -> dtype of every parameter and floating-point buffer; integers are not listed
-    "Norms and losses in float32, the rest in `dtype`"
+    "Norms and losses in float32, the rest in `dtype`; a ValueError where there is nothing to cast, or no way to"
     if dtype not in HALVES: raise ValueError(f'Half precision is torch.float16 or torch.bfloat16, not {dtype!r}.')
     policy, firsts = {}, {}
     for name, t, stays in _floats(model):
