@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack as modes
 from torch.utils.checkpoint import checkpoint
 
-from mpcourse.emulate import (KINDS, chunked_matmul, emulate, exact, exact_loss, fast_half, op_kind, op_table)
+from mpcourse.emulate import (OP_KINDS, chunked_matmul, emulate, exact, exact_loss, fast_half, op_kind, op_table)
 from mpcourse.formats import fp16, get_format, same_bits
 from mpcourse.rounding import quantize
 
@@ -798,7 +798,7 @@ def test_a_fused_lstm_is_refused_with_its_cure():
 # ---------------------------------------------------------------- emulate: kinds
 def test_every_op_has_a_kind_and_the_table_shows_them():
     t = op_table()
-    assert list(t.index) == list(KINDS) and (t['ops'] > 0).all() and list(t['treatment']) == list(KINDS.values())
+    assert list(t.index) == list(OP_KINDS) and (t['ops'] > 0).all() and list(t['treatment']) == list(OP_KINDS.values())
     assert all(t['for example'])
 
 
