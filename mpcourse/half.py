@@ -37,7 +37,8 @@ def _floats(
     model:nn.Module, # any model
 ):  # yields (name, tensor, owner stays in FP32?), tied ones once per name
     "Every floating-point parameter and buffer"
-    if not isinstance(model, nn.Module): raise TypeError(f'A model is wanted, an nn.Module, not a {type(model).__name__}.')
+    if not isinstance(model, nn.Module):
+        raise TypeError(f'A model is wanted, an nn.Module, not a {type(model).__name__}.')
     fp32 = {id(s) for m in model.modules() if _stays(m) for s in m.modules()}
     for prefix, m in model.named_modules(remove_duplicate=False):
         for n, t in (*m._parameters.items(), *m._buffers.items()):
@@ -51,7 +52,7 @@ def cast_policy(
     model:nn.Module, # any model; it is not changed
     dtype:torch.dtype=torch.float16, # torch.float16 or torch.bfloat16
 )->dict: # name -> dtype of every parameter and floating-point buffer; integers are not listed
-    "Norms and losses in float32, the rest in `dtype`"
+    "Norms and losses in float32, the rest in `dtype`; a ValueError where there is nothing to cast, or no way to"
     if dtype not in HALVES: raise ValueError(f'Half precision is torch.float16 or torch.bfloat16, not {dtype!r}.')
     policy, firsts = {}, {}
     for name, t, stays in _floats(model):
@@ -208,7 +209,7 @@ def saved_bytes(
         ptr, seen = t.untyped_storage().data_ptr(), min(t.numel()*t.element_size(), t.untyped_storage().nbytes())
         held[ptr] = max(held.get(ptr, 0), seen)              # of a slice of all data only the slice counts
         return t
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t): out = model(*args)    # `out` keeps them alive
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t): model(*args)
     return sum(n for ptr, n in held.items() if ptr not in own)
 
 # %% ../nbs/06_half.ipynb #21559609
@@ -218,8 +219,8 @@ def check_half_bytes(
     "Check exercise 1 of chapter 06"
     tied = nn.ModuleDict(dict(tok=nn.Embedding(10, 4), ln=nn.LayerNorm(4), head=nn.Linear(4, 10, bias=False)))
     tied['head'].weight = tied['tok'].weight
-    expect(f, [((nn.Linear(3, 5),), 40), ((nn.BatchNorm1d(6),), 96), ((nn.Sequential(nn.Conv1d(2, 2, 1), nn.GroupNorm(1, 2)),), 28),
-               ((tied,), 112)])
+    mixed = nn.Sequential(nn.Conv1d(2, 2, 1), nn.GroupNorm(1, 2))
+    expect(f, [((nn.Linear(3, 5),), 40), ((nn.BatchNorm1d(6),), 96), ((mixed,), 28), ((tied,), 112)])
     assert tied['tok'].weight.dtype == torch.float32, 'The model was changed: look at `cast_policy` and the sizes only.'
 
 # %% ../nbs/06_half.ipynb #71a7fa0d
@@ -251,7 +252,8 @@ def check_half_rms(
         assert got.dtype == torch.float16, f'The result is {got.dtype}: stay in float16.'
         want = wide/(wide.pow(2).mean(-1, keepdim=True).sqrt() + 1e-30)
         off = (got.float() - want).abs().amax(1)
-        assert off.isfinite().all() and off.max() < .02, f'Rows of size {x.float().abs().amax(1).tolist()} are off by {off.tolist()}.'
+        sizes = wide.abs().amax(1).tolist()
+        assert off.isfinite().all() and off.max() < .02, f'Rows of size {sizes} are off by {off.tolist()}.'
 
 # %% ../nbs/06_half.ipynb #d72b47db
 def check_keep_float(
@@ -264,7 +266,8 @@ def check_keep_float(
     assert f(net[1], torch.float16) is not None, 'It returned nothing: return the handles of your hooks, or the layer.'
     net[1].register_forward_hook(lambda m, args, out: seen.extend([args[0].dtype, out.dtype]), prepend=True)
     try: out = net(x)
-    except RuntimeError as e: raise AssertionError(f'The net no longer runs ({e}): cast what comes in and what goes out.') from e
+    except RuntimeError as e:
+        raise AssertionError(f'The net no longer runs ({e}): cast what comes in and what goes out.') from e
     assert net[1].weight.dtype == torch.float32, f"The layer's weight is {net[1].weight.dtype}, not float32."
     assert seen == [torch.float32]*2, f'The layer was given {seen[0]} and made {seen[1]} of it: both should be float32.'
     assert out.dtype == torch.float16, f'The net returns {out.dtype}: hand back the dtype that was asked for.'

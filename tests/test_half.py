@@ -89,6 +89,18 @@ def test_sync_batchnorm_and_lazy_ones_are_norms():
     assert set(cast_policy(nn.SyncBatchNorm(4)).values()) == {S} and all(isinstance(c, type) for c in NORMS)
 
 
+class Ours(nn.LayerNorm): pass
+class Channels(nn.BatchNorm2d): pass
+class Windows(nn.LocalResponseNorm): pass
+
+
+def test_subclasses_under_another_name_are_norms():
+    assert is_norm(Ours(2)) and is_norm(Channels(2)) and is_norm(Windows(2)) and is_norm(nn.CrossMapLRN2d(2))
+    wrapped = Ours(2)
+    wrapped.act = nn.Linear(2, 2)                     # a norm with parts, as in timm: the parts are within it
+    assert set(cast_policy(nn.Sequential(wrapped, nn.Linear(1, 1)))) and set(cast_policy(wrapped).values()) == {S}
+
+
 def test_a_container_called_norm_is_none():
     net = PreNorm()
     assert not is_norm(net) and not is_norm(nn.Identity()) and not is_norm(nn.Softmax(-1)) and not is_norm(nn.PairwiseDistance())
@@ -347,6 +359,31 @@ def test_compiled():
     model_to_float(fast)
     net.train()
     assert hooks(net) == 0 and fast(x).dtype == want.dtype == S
+    torch._dynamo.reset()
+
+
+def test_compiled_there_and_back_twice():
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), rand(3, 4)
+    fast = torch.compile(net, backend='eager')
+    for dtype in (H, B, H):
+        assert same_bits(fast(x), net(x)) and fast(x).dtype == S
+        model_to_half(net, dtype)
+        assert same_bits(fast(x.to(dtype)), net(x.to(dtype))) and fast(x.to(dtype)).dtype == dtype
+        model_to_float(net)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize('how', ['wrapped', 'in place'])
+def test_hooks_on_a_model_that_is_compiled_already(how):
+    net, x = nn.Sequential(nn.Linear(1, 1, bias=False)).half(), torch.full((1, 1), 4.).half()
+    nn.init.constant_(net[0].weight, 3e4)
+    if how == 'wrapped': fast = torch.compile(net, backend='eager')
+    else:
+        net.compile(backend='eager')
+        fast = net
+    assert fast(x).isinf()
+    with clamp_hooks(fast): assert fast(x) == 65504
+    assert fast(x).isinf()
     torch._dynamo.reset()
 
 
