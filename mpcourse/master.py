@@ -306,7 +306,7 @@ class HalfWeights:
         self._params, self._buffers, self._rnns = _places(model, dtype)
         if not self._params:
             raise ValueError(f'There is nothing to lend: no parameter of {type(model).__name__} goes into {dtype}.')
-        self._undo, self._copies, self._fresh, self._within = [], {}, {}, []
+        self._undo, self._shadows, self._copies, self._fresh, self._within = [], [], {}, {}, []
 
     def enter(self):
         "Lend fresh copies; does nothing if the lent ones are still those of the parameters"
@@ -321,6 +321,7 @@ class HalfWeights:
 
     def leave(self):
         "Take everything back; does nothing if nothing is lent"
+        _uncover(self._shadows)
         while self._undo: self._undo.pop()()
         for i,(p,c,_) in self._copies.items():
             if c._version != self._fresh.get(i, c._version): _write_back(p, c)
@@ -341,20 +342,25 @@ class HalfWeights:
         return f'HalfWeights({self.dtype}): {k} of {n} parameters{", lent now" if self.lent else ""}'
 
 # %% ../nbs/07_master.ipynb #a54dfdff
-def _shadow(
+def _put_before(
     m:nn.Module, # whose attribute
     name:str, # which
     value, # what it is for now
-): # a function that undoes it
+    shadows:list, # where to write down what was there
+):
     "Put a value before an attribute"
     d = m.__dict__
-    if name in d:
-        old = d[name]
-        def undo(): d[name] = old
-    else:
-        def undo(): d.pop(name, None)
+    shadows.append((d, name, d.get(name)))
     d[name] = value
-    return undo
+
+def _uncover(
+    shadows:list, # from `_put_before`, emptied
+):
+    "Take the values away again, the last one first"
+    while shadows:
+        d, name, old = shadows.pop()
+        if old is None: d.pop(name, None)
+        else: d[name] = old
 
 def _lend_buffer(
     m:nn.Module, # whose buffer
@@ -386,16 +392,15 @@ def _lend(self:HalfWeights):
         for m,name in self._params:
             p = m._parameters.get(name)
             if p is None or p.dtype is self.dtype: continue
-            if id(p) not in self._copies:
-                c = cast(p)
-                self._copies[id(p)] = p, c, _version(p)
-            self._undo.append(_shadow(m, name, self._copies[id(p)][1]))
+            held = self._copies.get(id(p))
+            if held is None: held = self._copies[id(p)] = p, cast(p), _version(p)
+            _put_before(m, name, held[1], self._shadows)
     with torch.no_grad():
         for m,name in self._buffers:
             b = m._buffers.get(name)
             if b is not None and b.dtype is not self.dtype: self._undo.append(_lend_buffer(m, name, cast))
     for m in self._rnns:
-        self._undo += [_shadow(m, n, ()) for n in ('_flat_weights', '_flat_weight_refs')]
+        for n in ('_flat_weights', '_flat_weight_refs'): _put_before(m, n, (), self._shadows)
         m._init_flat_weights()                              # on a GPU it moves the copies into one piece
     self._fresh = {i: c._version for i,(_,c,_) in self._copies.items()}
 

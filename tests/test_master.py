@@ -477,12 +477,12 @@ def test_exceptions_leave_nothing_behind(error, monkeypatch):
     with pytest.raises(error), hw: raise error
     assert traces(net) == before and not hw.lent
     n = [0]
-    real = M._shadow
+    real = M._put_before
     def failing(*args):
         n[0] += 1
         if n[0] == 3: raise error
         return real(*args)
-    monkeypatch.setattr(M, '_shadow', failing)
+    monkeypatch.setattr(M, '_put_before', failing)
     with pytest.raises(error), hw: raise AssertionError('not reached')
     monkeypatch.undo()
     assert traces(net) == before and not hw.lent
