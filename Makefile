@@ -37,5 +37,5 @@ readme: .venv/.installed ## README.md from nbs/index.ipynb
 	  echo "mpcourse needs Python 3.10 or newer, and $(PYTHON) is not: name another one, as in make course PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing into .venv; the first time this takes a few minutes."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]'
 	@touch $@

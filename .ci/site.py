@@ -26,7 +26,8 @@ def plain_output(out, state):
     view = out.get('data', {}).get(VIEW)
     if view is None: return out
     html = out['data'].get('text/html') or widget_view(view['model_id'], PageRenderer(), state)
-    return nbformat.v4.new_output('display_data', {'text/html': html})
+    as_it_is = ''.join(html).replace('<table', '<table data-quarto-disable-processing="true"')
+    return nbformat.v4.new_output('display_data', {'text/html': as_it_is})
 
 
 def for_site(nb):

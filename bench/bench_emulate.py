@@ -1,4 +1,4 @@
-"""The price of `fast_half` and `emulate`, in training steps: forward, backward, and plain SGD outside of the context."""
+"""The price of `fast_half` and `emulate`, in training steps: forward, backward, and plain SGD outside it."""
 from contextlib import nullcontext
 from functools import partial
 
@@ -32,8 +32,8 @@ def steps(make, x, y):
 def bench_mlp():
     "relu_mlp, 512 wide, on 256 digits: where FP16 is for"
     g = torch.Generator().manual_seed(0)
-    t = medians(steps(partial(relu_mlp, width=512), torch.rand(256, 1, 8, 8, generator=g), torch.randint(10, (256,), generator=g)),
-                few={'native half': 3})
+    x, y = torch.rand(256, 1, 8, 8, generator=g), torch.randint(10, (256,), generator=g)
+    t = medians(steps(partial(relu_mlp, width=512), x, y), few={'native half': 3})
     return [ratio('MLP 512: native half / fast_half', t, 'native half', 'fast_half', at_least=10),
             ratio('MLP 512: fast_half / fp32', t, 'fast_half', 'fp32', at_most=1.5),
             ratio('MLP 512: saturating fast_half / fp32', t, 'saturating', 'fp32', at_most=2),

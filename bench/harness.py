@@ -16,7 +16,8 @@ class Row:
     @property
     def ok(self):
         "Does the value keep its bounds? A row without bounds is there to be read"
-        return (self.at_most is None or self.value <= self.at_most) and (self.at_least is None or self.value >= self.at_least)
+        low_enough = self.at_most is None or self.value <= self.at_most
+        return low_enough and (self.at_least is None or self.value >= self.at_least)
 
     @property
     def bound(self):

@@ -35,7 +35,8 @@ def show(name, rows):
     w = max(len(r.name) for r in rows)
     for r in rows:
         ms = ', '.join(f'{k} {v:.3g} ms' for k, v in r.ms.items())
-        print(f'{name:10} {r.name:{w}} {r.value:8.2f} {r.unit:3} {r.bound:7} {"" if not r.bound else "ok" if r.ok else "BROKEN":7} {ms}', flush=True)
+        verdict = 'BROKEN' if not r.ok else 'ok' if r.bound else ''
+        print(f'{name:10} {r.name:{w}} {r.value:8.2f} {r.unit:3} {r.bound:7} {verdict:7} {ms}', flush=True)
 
 
 def store(
@@ -56,7 +57,7 @@ def main(argv=None):
     p = argparse.ArgumentParser(description='Run the benchmarks and compare them with their bounds.')
     p.add_argument('names', nargs='*', help="which ones: 'emulate' for bench_emulate.py; all if none is given")
     p.add_argument('--threads', type=int, default=1, help='threads of torch (1)')
-    p.add_argument('--retries', type=int, default=2, help='how often a benchmark with a broken bound is measured again (2)')
+    p.add_argument('--retries', type=int, default=2, help='how often one with a broken bound is measured again (2)')
     p.add_argument('--out', type=Path, default=HERE/'results', help='folder of the results')
     args = p.parse_args(argv)
     there = sorted(f.stem.removeprefix('bench_') for f in HERE.glob('bench_*.py'))
@@ -72,10 +73,12 @@ def main(argv=None):
     for name in args.names or there:
         found[name] = [r for f in functions(f'bench_{name}') for r in measure(f, args.retries)]
         show(name, found[name])
-    slug = re.sub(r'[^a-z0-9.]+', '-', re.sub(r'\(r\)|\(tm\)|processor|, Python [^,]*', '', line, flags=re.I).lower()).strip('-')
+    short = re.sub(r'\(r\)|\(tm\)|processor|, Python [^,]*', '', line, flags=re.I).lower()
+    slug = re.sub(r'[^a-z0-9.]+', '-', short).strip('-')
     store(args.out/f'{slug}.json', head, found)
     broken = [f'{n}: {r.name}' for n, rows in found.items() for r in rows if not r.ok]
-    print(f'{sum(map(len, found.values()))} rows, ' + (f'{len(broken)} bounds broken: ' + '; '.join(broken) if broken else 'every bound kept.'))
+    verdict = f'{len(broken)} bounds broken: ' + '; '.join(broken) if broken else 'every bound kept.'
+    print(f'{sum(map(len, found.values()))} rows, {verdict}')
     return bool(broken)
 
 

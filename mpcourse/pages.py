@@ -471,6 +471,7 @@ pre { font-size:.78rem; line-height:1.55; margin:0; padding:.7rem .9rem; overflo
 .code.exported .highlight { border-left:3px solid var(--accent); border-radius:0 6px 6px 0; }
 .module { position:absolute; right:.5rem; top:-.62rem; font-size:.68rem; color:var(--accent); background:var(--paper);
   border:1px solid var(--line); border-radius:9px; padding:0 .5rem; }
+:not(pre) > code { overflow-wrap:anywhere; }
 .output { margin:0 0 1.2rem; } .output pre { color:#3c4653; border-left:3px solid var(--line); padding:.3rem .9rem; }
 pre.stderr, pre.error { background:#fff3f2; border-color:#c8352b !important; } .tex-error { background:#fff3f2;
   color:#b3261e; }
@@ -497,6 +498,10 @@ details.callout[open] > summary { border-bottom:1px solid var(--line); } .callou
 # %% ../nbs/89_pages.ipynb #91536aae
 STYLE_REST = '''
 .widget { border:1px solid var(--line); border-radius:6px; padding:.8rem .9rem .5rem; margin:.4rem 0 1rem; }
+.mp-explore { border:1px solid var(--line); border-radius:6px; padding:.8rem .9rem .5rem; margin:.4rem 0 1rem; }
+.mp-explore > div:first-child { font:.9rem/1.5 system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;
+  display:flex; flex-wrap:wrap; gap:.3rem .6rem; } .mp-explore label { display:flex; gap:.5rem; align-items:center; }
+.mp-explore input[type=range] { width:min(16rem, 45vw); } .mp-explore output { min-width:3ch; }
 .w-box { display:flex; gap:.35rem .9rem; flex-wrap:wrap; align-items:center; } .w-vbox, .w-tab, .w-accordion {
   flex-direction:column; align-items:stretch; }
 .w-row { display:flex; gap:.6rem; align-items:center; font-size:.9rem; flex-wrap:wrap; } .w-desc { min-width:4.5rem; }

@@ -89,7 +89,10 @@ def flushed(
     return ((after == 0) & lives).sum().item() / max(lives.sum().item(), 1)
 
 # %% ../nbs/04_problems.ipynb #65bcbf72
-def until_bad(i, rec):
+def until_bad(
+    i: int,    # number of the step
+    rec: dict, # its record, with a 'loss'
+) -> bool: # True where the loss is infinite or NaN
     "A hook for `fit`: stop at the first loss that is not a number"
     return not math.isfinite(float(rec['loss']))
 

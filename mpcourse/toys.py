@@ -482,10 +482,16 @@ class Study:
     seeds: tuple         # the seeds of each row
     modules: tuple = ()  # modules of the package that the result depends on: when their code changes it is out of date
 
-    @property
-    def name(self): return self.func.__name__
     def __call__(self, row, seed): return self.func(row, seed)
-    def tasks(self): return [(row, seed) for seed in self.seeds for row in self.rows]
+
+    @property
+    def name(self):
+        "The function's name"
+        return self.func.__name__
+
+    def tasks(self):
+        "All (row, seed), seed by seed, so that an interrupted study has something of every row"
+        return [(row, seed) for seed in self.seeds for row in self.rows]
 
 def study(
     rows: Iterable,         # names of what is compared

@@ -129,13 +129,14 @@ def torch_bound():
 
 def library_env():
     "A second environment with the newest fastai and fastcore, in which nbdev 2 could not live; made once"
-    stamp, want = LIBENV/'.installed', hashlib.sha256((ROOT/'settings.ini').read_bytes()).hexdigest()
+    stamp = LIBENV/'.installed'
+    want = hashlib.sha256((ROOT/'settings.ini').read_bytes() + Path(__file__).read_bytes()).hexdigest()
     if stamp.exists() and stamp.read_text() == want: return True
     print('Installing the newest fastai and fastcore into .venv-library; the first time this takes a few minutes.')
     python = LIBENV/'bin/python'
     if not python.exists() and sh(sys.executable, '-m', 'venv', LIBENV, timeout=120): return False
-    wanted = [torch_bound(), 'fastai', 'fastcore', 'pytest', 'pytest-timeout', 'hypothesis', 'ml_dtypes', 'scikit-learn']
-    if sh(python, '-m', 'pip', 'install', '--quiet', '--upgrade', *wanted, '-e', ROOT, timeout=900): return False
+    wanted = [torch_bound(), 'fastai', 'fastcore', 'pytest', 'pytest-timeout', 'hypothesis', 'ml_dtypes', 'gfloat', 'scikit-learn']
+    if sh(python, '-m', 'pip', 'install', '-qq', '--upgrade', *wanted, '-e', ROOT, timeout=900): return False
     stamp.write_text(want)
     return True
 

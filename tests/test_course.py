@@ -45,7 +45,10 @@ def ran(tmp_path_factory):
         md = lambda c: c.startswith(('# ', ':::', '%md '))
         made = [nbformat.v4.new_markdown_cell(c.removeprefix('%md ')) if md(c) else nbformat.v4.new_code_cell(c) for c in cells]
         nbformat.write(nbformat.v4.new_notebook(cells=made), nbs/f'{stem}.ipynb')
-    return C.run_course(out=tmp/'out', nbs=nbs, show=False), tmp/'out', nbs
+    with pytest.MonkeyPatch.context() as mp:
+        for var, value in {'OMP_NUM_THREADS': '3', 'MPCOURSE_PAGES': ''}.items(): mp.setenv(var, value)  # must not leak in
+        outcomes = C.run_course(out=tmp/'out', nbs=nbs, show=False)
+    return outcomes, tmp/'out', nbs
 
 
 def soup(ran, stem): return BeautifulSoup((ran[1]/f'{stem}.html').read_text(), 'html.parser')
