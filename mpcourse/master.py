@@ -8,7 +8,8 @@ __all__ = ['VERSION', 'PARTS', 'get_master', 'to_master_grads', 'to_model_params
            'check_lost_by_rounding_twice', 'check_lend']
 
 # %% ../nbs/07_master.ipynb #ce2bc20b
-import copy, os, random, warnings
+import copy, os, random, warnings, zipfile
+from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +19,6 @@ import torch.nn as nn
 from fastcore.basics import patch
 from torch import Tensor
 
-from .formats import same_bits
 from .half import cast_policy, norm_hooks
 
 # %% ../nbs/07_master.ipynb #2e341371
@@ -44,8 +44,8 @@ def _flat_master(
     "All parameters of a group one after the other in one, with a gradient of zeros"
     for what, found in (('dtypes', {p.dtype for p in ps}), ('devices', {p.device for p in ps})):
         if len(found) > 1:
-            raise ValueError(f'Group {i} cannot be made flat: its parameters have the {what} {sorted(map(str, found))}. '
-                             'Take flat=False, or put each kind into a group of its own.')
+            raise ValueError(f'Group {i} cannot be made flat: its parameters have the {what} '
+                             f'{sorted(map(str, found))}. Take flat=False, or put each kind into a group of its own.')
     if not ps: return []
     m = nn.Parameter(torch.cat([_to_wide(p).flatten() for p in ps]))
     m.grad = torch.zeros_like(m)
@@ -86,8 +86,8 @@ def _refuse_sparse(
     "Sparse gradients have no place in a dense master"
     bad = next(((i, j) for i,g in enumerate(model_groups) for j,p in enumerate(g)
                 if p.grad is not None and p.grad.layout is not torch.strided), None)
-    if bad: raise ValueError(f'Group {bad[0]}, parameter {bad[1]} has a sparse gradient, and masters are dense: '
-                             'take sparse=False in its nn.Embedding, or leave the parameter in FP32 with an optimizer of its own.')
+    if bad: raise ValueError(f'Group {bad[0]}, parameter {bad[1]} has a sparse gradient, and masters are dense: take '
+                             'sparse=False in its nn.Embedding, or leave it in FP32 with an optimizer of its own.')
 
 # %% ../nbs/07_master.ipynb #101bd560
 def _room(
@@ -169,7 +169,8 @@ def _moved(
     p:Tensor, # the parameter that it belongs to
 )->dict: # the same with the numbers per weight in FP32
     "The state that a master takes over"
-    return {k: _to_wide(v) if _per_element(k, [v], [p]) and v.dtype.itemsize < 4 and v.is_floating_point() else v for k,v in state.items()}
+    def low(k, v): return _per_element(k, [v], [p]) and v.is_floating_point() and v.dtype.itemsize < 4
+    return {k: _to_wide(v) if low(k, v) else v for k,v in state.items()}
 
 def _joined(
     states:list, # one dict for each parameter of a group
@@ -230,7 +231,8 @@ class MasterHandle:
         for ps,m in self._pairs:
             if m not in state: continue
             s = state.pop(m)
-            for p,part in zip(ps, [s] if len(ps) == 1 and m.shape == ps[0].shape else _parted(s, m, ps)): state[p] = part
+            alone = len(ps) == 1 and m.shape == ps[0].shape
+            state.update(zip(ps, [s] if alone else _parted(s, m, ps)))
         _set_groups(self.opt, self._before)
         self._pairs = None
 
@@ -254,8 +256,9 @@ def use_master(
     opt, pairs = _inner(opt), _pairs_of(model_groups, master_groups, flat)
     before, state = _groups(opt), opt.state
     if {id(p) for ps,_ in pairs for p in ps} - {id(p) for g in before for p in g}:
-        raise ValueError('The optimizer does not hold these parameters: it was built on others, or has its masters already.')
-    news = [(_joined([state.get(p, {}) for p in ps], ps) if flat else _moved(state.get(ps[0], {}), ps[0])) for ps,_ in pairs]
+        raise ValueError('The optimizer does not hold these parameters: it was built on others, or has masters by now.')
+    old = [([state.get(p, {}) for p in ps], ps) for ps,_ in pairs]
+    news = [_joined(ss, ps) if flat else _moved(ss[0], ps[0]) for ss,ps in old]
     swap = {id(p): ([m] if i == 0 else []) for ps,m in pairs for i,p in enumerate(ps)}
     for (ps,m),new in zip(pairs, news):
         for p in ps: state.pop(p, None)
@@ -269,6 +272,8 @@ def _cast_to(
 ): # tensor -> tensor
     "The quickest way to a dtype"
     return {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16}.get(dtype) or (lambda t: t.to(dtype))
+
+def _version(t): return 0 if t.is_inference() else t._version      # how often it was written to
 
 @torch.no_grad()
 def _write_back(
@@ -284,29 +289,28 @@ def _places(
 )->tuple: # (module, name) of the parameters to lend, of the buffers, and the recurrent modules
     "What the cast policy puts into `dtype`, in every place where it is used"
     policy, ps, bs = cast_policy(model, dtype), [], []
-    known = {id(t): policy[n] for n,t in [*model.named_parameters(), *model.named_buffers()] if n in policy}
     for path,m in model.named_modules():
         for tensors,found in ((m._parameters, ps), (m._buffers, bs)):
             for name,t in tensors.items():
-                if t is not None and policy.get(f'{path}.{name}'.lstrip('.'), known.get(id(t))) is dtype: found.append((m, name))
+                if t is not None and policy.get(f'{path}.{name}' if path else name) is dtype: found.append((m, name))
     return ps, bs, [m for m in model.modules() if isinstance(m, nn.RNNBase)]
 
 # %% ../nbs/07_master.ipynb #b2862a04
 class HalfWeights:
-    "Lends a model half weights: inside, its modules compute with half copies; its parameters and their gradients stay FP32"
+    "Lends a model half weights: its modules compute with half copies; its parameters and their gradients stay FP32"
     def __init__(self,
         model:nn.Module, # in FP32; any device; build a new `HalfWeights` after adding layers to it
         dtype:torch.dtype=torch.float16, # of the copies
     ):
         self.model, self.dtype, self.lent = model, dtype, False
         self._params, self._buffers, self._rnns = _places(model, dtype)
-        if not self._params: raise ValueError(f'There is nothing to lend: {type(model).__name__} has no parameter that the '
-                                              f'cast policy puts into {dtype}.')
-        self._undo, self._copies, self._within = [], {}, []
+        if not self._params:
+            raise ValueError(f'There is nothing to lend: no parameter of {type(model).__name__} goes into {dtype}.')
+        self._undo, self._shadows, self._copies, self._fresh, self._within = [], [], {}, {}, []
 
     def enter(self):
         "Lend fresh copies; does nothing if the lent ones are still those of the parameters"
-        if self.lent and all(p._version == v for p,_,v in self._copies.values()): return self
+        if self.lent and all(_version(p) == v for p,_,v in self._copies.values()): return self
         self.leave()
         self.lent = True
         try: self._lend()
@@ -317,10 +321,11 @@ class HalfWeights:
 
     def leave(self):
         "Take everything back; does nothing if nothing is lent"
+        _uncover(self._shadows)
         while self._undo: self._undo.pop()()
-        for p,c,_ in self._copies.values():
-            if c._version: _write_back(p, c)
-        self._copies, self.lent = {}, False
+        for i,(p,c,_) in self._copies.items():
+            if c._version != self._fresh.get(i, c._version): _write_back(p, c)
+        self._copies, self._fresh, self.lent = {}, {}, False
 
     def __enter__(self):
         was = self.lent
@@ -337,20 +342,25 @@ class HalfWeights:
         return f'HalfWeights({self.dtype}): {k} of {n} parameters{", lent now" if self.lent else ""}'
 
 # %% ../nbs/07_master.ipynb #a54dfdff
-def _shadow(
+def _put_before(
     m:nn.Module, # whose attribute
     name:str, # which
     value, # what it is for now
-): # a function that undoes it
+    shadows:list, # where to write down what was there
+):
     "Put a value before an attribute"
     d = m.__dict__
-    if name in d:
-        old = d[name]
-        def undo(): d[name] = old
-    else:
-        def undo(): d.pop(name, None)
+    shadows.append((d, name, d.get(name)))
     d[name] = value
-    return undo
+
+def _uncover(
+    shadows:list, # from `_put_before`, emptied
+):
+    "Take the values away again, the last one first"
+    while shadows:
+        d, name, old = shadows.pop()
+        if old is None: d.pop(name, None)
+        else: d[name] = old
 
 def _lend_buffer(
     m:nn.Module, # whose buffer
@@ -382,15 +392,17 @@ def _lend(self:HalfWeights):
         for m,name in self._params:
             p = m._parameters.get(name)
             if p is None or p.dtype is self.dtype: continue
-            if id(p) not in self._copies:
-                c = cast(p)
-                self._copies[id(p)] = p, c, p._version
-            self._undo.append(_shadow(m, name, self._copies[id(p)][1]))
+            held = self._copies.get(id(p))
+            if held is None: held = self._copies[id(p)] = p, cast(p), _version(p)
+            _put_before(m, name, held[1], self._shadows)
     with torch.no_grad():
         for m,name in self._buffers:
             b = m._buffers.get(name)
             if b is not None and b.dtype is not self.dtype: self._undo.append(_lend_buffer(m, name, cast))
-    for m in self._rnns: self._undo.append(_shadow(m, '_flat_weights', [getattr(m, n, None) for n in m._flat_weights_names]))
+    for m in self._rnns:
+        for n in ('_flat_weights', '_flat_weight_refs'): _put_before(m, n, (), self._shadows)
+        m._init_flat_weights()                              # on a GPU it moves the copies into one piece
+    self._fresh = {i: c._version for i,(_,c,_) in self._copies.items()}
 
 # %% ../nbs/07_master.ipynb #8ac803d5
 def _plain(
@@ -398,7 +410,8 @@ def _plain(
     where:str, # what it is, for errors
 ):  # the same of tensors, numbers, strings, None, dicts, lists and tuples
     "What can be read back without running code from the file"
-    if isinstance(x, Tensor): return x.detach().clone() if x.numel()*x.element_size() < x.untyped_storage().nbytes() else x.detach()
+    if isinstance(x, Tensor):       # a part of a larger storage is copied, or the whole storage would be written
+        return x.detach().clone() if x.numel()*x.element_size() < x.untyped_storage().nbytes() else x.detach()
     if x is None or type(x) in (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size): return x
     if isinstance(x, np.generic): return x.item()
     if isinstance(x, dict): return {_plain(k, f'a key of {where}'): _plain(v, f'{where}[{k!r}]') for k,v in x.items()}
@@ -420,7 +433,8 @@ def _bare(
 def _random_states()->dict: # of all generators that a training may draw from
     "Where the random numbers are"
     kind, keys, *rest = np.random.get_state()
-    out = dict(python=random.getstate(), numpy=[kind, torch.from_numpy(keys.astype(np.int64)), *rest], torch=torch.get_rng_state())
+    numpy = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
+    out = dict(python=random.getstate(), numpy=numpy, torch=torch.get_rng_state())
     if torch.cuda.is_available() and torch.cuda.is_initialized(): out['cuda'] = torch.cuda.get_rng_state_all()
     return out
 
@@ -432,7 +446,7 @@ def _set_random_states(
     kind, keys, *rest = rng['numpy']
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(rng['torch'])
-    if 'cuda' in rng and torch.cuda.is_available(): torch.cuda.set_rng_state_all(rng['cuda'][:torch.cuda.device_count()])
+    if torch.cuda.is_available(): torch.cuda.set_rng_state_all(rng.get('cuda', [])[:torch.cuda.device_count()])
 
 # %% ../nbs/07_master.ipynb #4a717c76
 VERSION = 1  # of the file's layout
@@ -462,7 +476,7 @@ def _write_whole(
     tmp = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
     try:
         with open(tmp, 'wb') as f:
-            torch.save(doc, f)
+            torch.save(doc, f)                                  # with a checksum for each tensor
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)
@@ -477,11 +491,12 @@ def save_training_state(
     scaler=None, # a loss scaler, or anything else with state_dict and load_state_dict
     **extra, # what only the loop knows: epoch, batch index, order of the samples, a schedule's state dict …
 )->Path: # the file
-    "Write all that a training needs to go on bit for bit; call it between steps. On several processes, each has its own file"
+    "Write all that a training needs to go on bit for bit. Call it between steps; each process writes its own file"
     model, opt, path = _bare(model), _inner(opt), Path(path)
+    sd = model.state_dict()
     doc = dict(
         format='mpcourse training state', version=VERSION, torch=str(torch.__version__),
-        model={k: _plain(v, f'model[{k!r}]') for k,v in model.state_dict().items()},
+        model={k: _plain(v, f'model[{k!r}]') for k,v in sd.items()}, meta=_plain(getattr(sd, '_metadata', {}), 'meta'),
         trainable={n: p.requires_grad for n,p in model.named_parameters()},
         opt_kind=type(opt).__name__, opt_shapes=_opt_shapes(opt), opt=_plain(opt.state_dict(), 'opt'),
         masters=_plain(_masters(model, opt), 'masters'),
@@ -491,37 +506,42 @@ def save_training_state(
     return path
 
 # %% ../nbs/07_master.ipynb #d2b8c54f
-PARTS = dict(model=dict, trainable=dict, opt_kind=str, opt_shapes=list, opt=dict, masters=list, random=dict, extra=dict)
+PARTS = dict(model=dict, meta=dict, trainable=dict, opt_kind=str, opt_shapes=list, opt=dict, masters=list,
+             scaler=(dict, type(None)), random=dict, extra=dict)
 
 def _read(
     path:Path, # of the file
 )->dict: # what is in it
     "The file's content, or a sentence about what is wrong with it"
     if not path.is_file(): raise FileNotFoundError(f'There is no training state {path}: save one, or correct the path.')
-    try: doc = torch.load(path, map_location='cpu', weights_only=True)
+    try:
+        with zipfile.ZipFile(path) as z:                        # torch writes checksums and does not look at them
+            if bad := z.testzip(): raise ValueError(f'the checksum of {bad} is wrong')
+        doc = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e:
         raise ValueError(f'{path} cannot be read ({type(e).__name__}): it is cut off, damaged, or no training state. '
                          'Nothing was loaded; take an older file.') from e
     if not isinstance(doc, dict) or doc.get('format') != 'mpcourse training state':
         raise ValueError(f'{path} was not written by save_training_state. Nothing was loaded.')
     if doc.get('version') != VERSION:
-        raise ValueError(f'{path} has the layout {doc.get("version")!r} and this mpcourse reads {VERSION}: use the mpcourse that '
-                         'wrote it. Nothing was loaded.')
-    missing = [k for k,kind in PARTS.items() if not isinstance(doc.get(k), kind)]
-    if missing or 'scaler' not in doc: raise ValueError(f'{path} lacks {", ".join(missing) or "scaler"}. Nothing was loaded.')
+        raise ValueError(f'{path} has the layout {doc.get("version")!r} and this mpcourse reads {VERSION}: '
+                         'use the mpcourse that wrote it. Nothing was loaded.')
+    missing = [k for k,kinds in PARTS.items() if k not in doc or not isinstance(doc[k], kinds)]
+    if missing: raise ValueError(f'{path} lacks {", ".join(missing)}. Nothing was loaded.')
     return doc
 
-def _like(t): return (tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t).__name__
+def _like(t): return f'{t.dtype} of shape {tuple(t.shape)}' if isinstance(t, Tensor) else type(t).__name__
 
 def _difference(
     saved:dict, # name -> tensor
     there:dict, # the same of the model that is to be filled
 )->str: # a sentence, empty if they fit
     "The first thing in which a saved model differs from one that is there"
-    for k in there.keys() - saved.keys(): return f'the file has no {k!r}'
-    for k in saved.keys() - there.keys(): return f'the model has no {k!r}'
+    for k in sorted(there.keys() - saved.keys()): return f'the file has no {k!r}'
+    for k in sorted(saved.keys() - there.keys()): return f'the model has no {k!r}'
     for k,v in there.items():
-        if isinstance(v, Tensor) and _like(saved[k]) != _like(v): return f'{k!r} is {_like(saved[k])} in the file and {_like(v)} in the model'
+        if isinstance(v, Tensor) and _like(saved[k]) != _like(v):
+            return f'{k!r} is {_like(saved[k])} in the file and {_like(v)} in the model'
     return ''
 
 # %% ../nbs/07_master.ipynb #78e6eca5
@@ -539,10 +559,11 @@ def _check_fits(
         return f'The optimizer has other groups: shapes {doc["opt_shapes"]} in the file, {_opt_shapes(opt)} here.'
     masters = _masters(model, opt)
     if [_like(m) for m in doc['masters']] != [_like(m) for m in masters]:
-        return f'The file has {len(doc["masters"])} masters, the optimizer {len(masters)}: call use_master, or not, as it was then.'
+        return (f'The file has {len(doc["masters"])} masters, the optimizer {len(masters)}: '
+                'call use_master, or do not, as it was then.')
     if doc['opt'].keys() != opt.state_dict().keys(): return "The optimizer's state has other parts."
-    if (doc['scaler'] is None) != (scaler is None):
-        return 'The file has a scaler and none was given.' if scaler is None else 'A scaler was given and the file has none.'
+    if scaler is None and doc['scaler'] is not None: return 'The file has a scaler and none was given.'
+    if scaler is not None and doc['scaler'] is None: return 'A scaler was given and the file has none.'
     return ''
 
 def _load_opt(
@@ -551,11 +572,36 @@ def _load_opt(
 ):
     "An optimizer's state, on its parameters' devices"
     if isinstance(opt, torch.optim.Optimizer): return opt.load_state_dict(saved)
-    was, ps = opt.state_dict(), [p for g in _groups(opt) for p in g]
-    state = [{k: v.to(p.device) if isinstance(v, Tensor) else v for k,v in s.items()} for p,s in zip(ps, saved['state'])]
-    opt.load_state_dict({**saved, 'state': state, 'hypers': type(was['hypers'])(saved['hypers'])})
+    def on(device, s): return {k: v.to(device) if isinstance(v, Tensor) else v for k,v in s.items()}
+    state = [on(p.device, s) for p,s in zip([p for g in _groups(opt) for p in g], saved['state'])]
+    opt.load_state_dict({**saved, 'state': state, 'hypers': type(opt.state_dict()['hypers'])(saved['hypers'])})
 
 # %% ../nbs/07_master.ipynb #3ac5138d
+def _with_meta(
+    saved:dict, # name -> tensor
+    meta:dict, # versions of the modules' own layouts
+)->OrderedDict: # a state dict as torch makes it
+    "A state dict with what torch keeps beside it"
+    sd = OrderedDict(saved)
+    sd._metadata = meta
+    return sd
+
+def _snapshot(
+    model, opt, scaler, # what is about to be loaded into
+): # a function that puts everything back
+    "For what can still fail after all checks: a scaler, an optimizer or a module that refuses its state"
+    own = model.state_dict()
+    has_extra = any(not isinstance(v, Tensor) for v in own.values())     # tensors were compared and cannot fail
+    parts = own if has_extra else None, opt.state_dict(), None if scaler is None else scaler.state_dict()
+    was, rng = copy.deepcopy(parts), _random_states()
+    def undo():
+        if has_extra: model.load_state_dict(was[0])
+        _load_opt(opt, was[1])
+        if scaler is not None: scaler.load_state_dict(was[2])
+        _set_random_states(rng)
+    return undo
+
+# %% ../nbs/07_master.ipynb #32e64301
 def load_training_state(
     path, # of a file that `save_training_state` wrote
     model:nn.Module, # built as it was then
@@ -564,18 +610,17 @@ def load_training_state(
 )->dict: # the **extra of the call that saved it
     "Fill model, optimizer, scaler and random number generators from a file, or raise a ValueError and change nothing"
     doc, model, opt = _read(Path(path)), _bare(model), _inner(opt)
-    if wrong := _check_fits(doc, model, opt, scaler): raise ValueError(f'{path} does not fit. {wrong} Nothing was loaded.')
-    old = [(o, copy.deepcopy(o.state_dict())) for o in (scaler, opt) if o is not None]
-    rng = _random_states()
+    wrong = _check_fits(doc, model, opt, scaler)
+    if wrong: raise ValueError(f'{path} does not fit. {wrong} Nothing was loaded.')
+    undo = _snapshot(model, opt, scaler)
     try:
         if scaler is not None: scaler.load_state_dict(doc['scaler'])
         _load_opt(opt, doc['opt'])
         _set_random_states(doc['random'])
+        model.load_state_dict(_with_meta(doc['model'], doc['meta']))
     except Exception as e:
-        for o,sd in old: _load_opt(o, sd) if o is opt else o.load_state_dict(sd)
-        _set_random_states(rng)
+        undo()
         raise ValueError(f'{path} does not fit: {type(e).__name__}: {e} Nothing was loaded.') from e
-    model.load_state_dict(doc['model'])
     with torch.no_grad():
         for m,saved in zip(_masters(model, opt), doc['masters']): m.copy_(saved)
     for n,p in model.named_parameters(): p.requires_grad_(doc['trainable'][n])
@@ -636,8 +681,9 @@ def check_lend(
     assert out is not None, 'lend returned nothing: replace the stub with your solution.'
     assert out.dtype is torch.float16, f'The output is {out.dtype}: the weight and the bias have to be half.'
     out.float().sum().backward()
-    assert lin.weight is own['weight'] and lin.weight.dtype is torch.float32, 'The weight is not the FP32 parameter again.'
+    assert lin.weight is own['weight'], 'The weight is not the FP32 parameter again.'
     assert lin.weight.grad is not None, 'No gradient arrived in lin.weight: cast inside the graph, without detach.'
     try: f(lin, x[:, :3])
     except RuntimeError: pass
-    assert lin.weight is own['weight'] and 'bias' not in vars(lin), 'An input of a wrong shape left the shadow behind: use finally.'
+    assert lin.weight is own['weight'] and 'bias' not in vars(lin), (
+        'After an input of a wrong shape the shadow is still there: use finally.')

@@ -1,0 +1,913 @@
+"""Masters against a float64 reference; lent weights against a model that is half; training states that are killed, cut and foreign."""
+import copy, os, pickle, random, subprocess, sys, warnings
+
+import numpy as np
+import pytest, torch, torch.nn as nn, torch.nn.functional as F
+from hypothesis import assume, given, settings, strategies as st
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from mpcourse.emulate import fast_half
+from mpcourse.formats import same_bits
+from mpcourse.half import model_to_float, model_to_half
+from mpcourse.master import (HalfWeights, get_master, load_training_state, save_training_state, to_master_grads, to_model_params,
+                             use_master)
+import mpcourse.master as M
+
+pytestmark = pytest.mark.library
+H, F32 = torch.float16, torch.float32
+DEVICES = ['cpu', 'cuda'][:1 + torch.cuda.is_available()]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(n)
+
+
+def all_same(xs, ys):
+    xs, ys = list(xs), list(ys)
+    return len(xs) == len(ys) and all(same_bits(a.detach(), b.detach()) for a,b in zip(xs, ys))
+
+
+def small(seed=0, device='cpu'):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)).to(device)
+
+
+def quiet(f, *args, **kw):
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return f(*args, **kw)
+
+
+# --- masters ---
+
+def test_masters_follow_groups_and_leave_out_the_frozen():
+    net = small()
+    net[0].bias.requires_grad_(False)
+    opt = torch.optim.SGD([dict(params=[net[0].weight, net[0].bias], lr=.1), dict(params=list(net[1].parameters())),
+                           dict(params=[net[3].weight], lr=.3)], lr=.2)
+    for what in (opt, opt.param_groups, [g['params'] for g in opt.param_groups]):
+        ps, ms = get_master(what)
+        assert [[id(p) for p in g] for g in ps] == [[id(net[0].weight)], [id(p) for p in net[1].parameters()], [id(net[3].weight)]]
+        assert all(same_bits(p.data, m.data) and m.data_ptr() != p.data_ptr() and m.requires_grad and m.is_leaf
+                   for a,b in zip(ps, ms) for p,m in zip(a, b))
+    assert get_master(list(net.parameters()))[0][0][1] is net[1].weight
+
+
+def test_the_copy_is_taken_before_rounding():
+    net = small()
+    _, (early,) = get_master(list(net.parameters()))
+    model_to_half(net)
+    with pytest.warns(UserWarning, match='before the model is put in half'): _, (late,) = get_master(list(net.parameters()))
+    assert all(m.dtype is F32 for m in early + late)
+    assert same_bits(early[0].data, small()[0].weight.data) and not same_bits(early[0].data, late[0].data)
+
+
+def test_wide_parameters_stay_wide():
+    p = nn.Parameter(torch.ones(2, dtype=torch.float64)/3)
+    assert same_bits(get_master([p])[1][0][0].data, p.data)
+
+
+@pytest.mark.parametrize('ps, says', [
+    ([], 'nothing to train'), ([[], []], 'nothing to train'), ([nn.Parameter(torch.ones(1), requires_grad=False)], 'nothing to train')])
+def test_nothing_to_train(ps, says):
+    with pytest.raises(ValueError, match=says): get_master(ps)
+
+
+def test_flat_is_refused_where_it_cannot_be():
+    one, half, meta = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1).half()), nn.Parameter(torch.ones(1, device='meta'))
+    with pytest.raises(ValueError, match="Group 1 .*dtypes .*float16.*float32"): quiet(get_master, [[one], [one, half]], flat=True)
+    with pytest.raises(ValueError, match="Group 0 .*devices .*cpu.*meta"): get_master([one, meta], flat=True)
+    ps, ms = get_master([[one], [], [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.zeros(()))]], flat=True)
+    assert [len(g) for g in ms] == [1, 0, 1] and ms[2][0].shape == (7,)
+    assert all(same_bits(m.grad, torch.zeros_like(m)) for g in ms for m in g)
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('flat', [False, True])
+@pytest.mark.parametrize('as_tensor', [False, True])
+@pytest.mark.parametrize('k', [0, -15, 3])
+def test_gradients_go_up_and_are_unscaled_in_fp32(device, flat, as_tensor, k):
+    net = small(device=device)
+    ps, ms = get_master([list(net[0].parameters()), list(net[1:].parameters())], flat)
+    model_to_half(net)
+    for p in net.parameters(): p.grad = (torch.randn_like(p.float())*2.**-10).to(p.dtype)
+    net[3].bias.grad = None
+    for step in range(2):
+        to_master_grads(ps, ms, torch.tensor(2.**k, device=device) if as_tensor else 2.**k, flat)
+        for g,m in zip(ps, ms):
+            got = M._views(m[0].grad, g) if flat else [x.grad for x in m]
+            for p,x in zip(g, got):
+                if p is net[3].bias: assert x is None or flat and not x.any()
+                else: assert same_bits(x, p.grad.float()*2.**k)
+        if step == 0: net[0].bias.grad, net[3].bias.grad = None, torch.ones_like(net[3].bias)
+        if step == 0: to_master_grads(ps, ms, 1., flat); net[3].bias.grad = None; net[0].bias.grad = torch.ones_like(net[0].bias)
+
+
+def test_small_gradients_survive():
+    p = nn.Parameter(torch.ones(1))
+    ps, ms = get_master([p])
+    p.data = p.data.half()
+    p.grad = torch.full_like(p, 3e-4)
+    to_master_grads(ps, ms, 2.**-20)
+    assert ms[0][0].grad.item() == p.grad.item()*2.**-20 and (p.grad*2.**-20).item() == 0
+
+
+@pytest.mark.parametrize('flat', [False, True])
+def test_weights_go_down_rounded_once(flat):
+    net = small()
+    ps, ms = get_master([list(net.parameters())], flat)
+    model_to_half(net)
+    with torch.no_grad(): ms[0][0].mul_(1.01)
+    to_model_params(ps, ms, flat)
+    for p,m in zip(ps[0], M._views(ms[0][0], ps[0]) if flat else ms[0]): assert same_bits(p.data, m.data.to(p.dtype))
+    assert net[0].weight.dtype is H and net[1].weight.dtype is F32
+
+
+def test_what_does_not_belong_together_is_refused():
+    net = small()
+    ps, ms = get_master([list(net.parameters())])
+    _, flat = get_master([list(net.parameters())], flat=True)
+    for f in (to_master_grads, to_model_params):
+        for a,b,kw in ((ps, flat, {}), (ps, ms, dict(flat=True)), (ps, ms*2, {}), (ps, [ms[0][:-1]], {})):
+            with pytest.raises(ValueError, match='do not belong together'): f(a, b, **kw)
+
+
+def test_sparse_gradients_are_refused_and_nothing_changes():
+    emb, lin = nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1)
+    ps, ms = get_master([list(lin.parameters()), list(emb.parameters())])
+    lin(emb(torch.tensor([1, 3]))).sum().backward()
+    with pytest.raises(ValueError, match='Group 1, parameter 0 has a sparse gradient'): to_master_grads(ps, ms)
+    assert all(m.grad is None for g in ms for m in g)
+
+
+# --- the update against float64, with a bound from running error analysis: every FP32 operation adds u·|its result| ---
+
+U = 2.**-24
+
+
+class Ref:
+    "A weight and an optimizer's state in float64, each with a bound of what FP32 may have lost"
+    def __init__(self, w, lr, wd, mom=.9, betas=(.9, .999), eps=1e-8):
+        self.w, self.e, self.lr, self.wd, self.mom, self.betas, self.eps, self.t = w.double(), torch.zeros_like(w).double(), lr, wd, mom, betas, eps, 0
+
+    def sgd(self, g):
+        d = g + self.wd*self.w
+        e = self.wd*self.e + 2*U*(self.wd*self.w).abs() + U*(d.abs() + self.wd*self.e)
+        if self.t == 0: self.b, self.eb = d, e
+        else:
+            self.eb = self.mom*self.eb + e + 2*U*(self.mom*self.b).abs()
+            self.b = self.mom*self.b + d
+            self.eb = self.eb + U*self.b.abs()
+        self.move(self.lr*self.b, self.lr*self.eb + 2*U*self.lr*self.b.abs())
+
+    def adam(self, g, decoupled):
+        b1, b2 = self.betas
+        if decoupled: self.w, self.e = self.w*(1 - self.lr*self.wd), self.e + 3*U*self.w.abs()
+        if self.t == 0: self.m, self.v, self.em = torch.zeros_like(g), torch.zeros_like(g), torch.zeros_like(g)
+        self.t += 1
+        self.em = b1*self.em + 4*U*(self.m.abs() + g.abs())
+        self.m, self.v = b1*self.m + (1 - b1)*g, b2*self.v + (1 - b2)*g*g
+        rel = 6*U*self.t + 16*U                              # of v, which is a sum of positive terms, and of the quotient
+        step, root = self.lr/(1 - b1**self.t), (self.v/(1 - b2**self.t)).sqrt() + self.eps
+        up = step*self.m/root
+        self.move(up, step*self.em/root*(1 + rel) + up.abs()*rel)
+
+    def move(self, up, e):
+        self.w, self.e = self.w - up, self.e + e
+        self.e = 1.01*(self.e + U*self.w.abs() + U*up.abs())
+        if not hasattr(self, 'm'): self.t += 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16), widths=st.lists(st.integers(1, 9), min_size=2, max_size=4), k=st.integers(-4, 16), flat=st.booleans(),
+       norm=st.booleans(), kind=st.sampled_from(['sgd', 'adam', 'adamw']))
+def test_master_update_is_that_of_float64(seed, widths, k, flat, norm, kind):
+    torch.manual_seed(seed)
+    layers = [l for a,b in zip(widths, widths[1:]) for l in [nn.Linear(a, b)] + [nn.LayerNorm(b)]*norm + [nn.Tanh()]]
+    net, x = nn.Sequential(*layers), torch.randn(6, widths[0]).half()
+    lr, wd = .05, .125
+    opt = {'sgd': lambda ps: torch.optim.SGD(ps, lr=lr, momentum=.9, weight_decay=wd), 'adam': lambda ps: torch.optim.Adam(ps, lr=lr),
+           'adamw': lambda ps: torch.optim.AdamW(ps, lr=lr, weight_decay=wd)}[kind](net.parameters())
+    refs = [Ref(p.detach(), lr, wd) for p in net.parameters()]
+    ps, ms = get_master(opt, flat)
+    model_to_half(net)
+    use_master(opt, ps, ms, flat)
+    for _ in range(4):
+        net.zero_grad()
+        with fast_half(): (net(x).float().square().mean()*2.**k).backward()
+        assume(all(p.grad.isfinite().all() for p in net.parameters()))      # overflow is chapter 08's
+        to_master_grads(ps, ms, 2.**-k, flat)
+        for r,p in zip(refs, net.parameters()):
+            g = p.grad.double()*2.**-k
+            r.sgd(g) if kind == 'sgd' else r.adam(g, kind == 'adamw')
+        opt.step()
+        to_model_params(ps, ms, flat)
+        for r,p,m in zip(refs, ps[0], M._views(ms[0][0], ps[0]) if flat else ms[0]):
+            off = (m.double() - r.w).abs()
+            assert (off <= r.e).all(), f'{kind}: off by {off.max():.3g}, bound {r.e.max():.3g}'
+            assert r.e.max() < 1e-4 and same_bits(p.data, m.data.to(p.dtype))
+
+
+# --- the optimizer moves the masters ---
+
+def fastai_opt(name):
+    fo = pytest.importorskip('fastai.optimizer')
+    if name == 'wrapped': return lambda groups: fo.OptimWrapper(groups, torch.optim.AdamW, lr=.01)
+    return {'sgd': lambda groups: fo.SGD(groups, lr=.05, mom=.9, wd=.01), 'adam': lambda groups: fo.Adam(groups, lr=.01, wd=.01)}[name]
+
+
+OPTS = {'sgd': lambda gs: torch.optim.SGD([dict(params=gs[0], lr=.05), dict(params=gs[1], weight_decay=.1)], lr=.1, momentum=.9),
+        'adam': lambda gs: torch.optim.Adam([dict(params=g) for g in gs], lr=.01, amsgrad=True),
+        'adamw': lambda gs: torch.optim.AdamW([dict(params=g) for g in gs], lr=.01),
+        'fused': lambda gs: torch.optim.AdamW([dict(params=g) for g in gs], lr=.01, fused=True),
+        'nadam': lambda gs: torch.optim.NAdam([dict(params=g) for g in gs], lr=.01),
+        'adagrad': lambda gs: torch.optim.Adagrad([dict(params=g) for g in gs], lr=.01)}
+every_opt = pytest.mark.parametrize('make', [*OPTS, 'fastai sgd', 'fastai adam', 'fastai wrapped'])
+
+
+def make_opt(make, net):
+    gs = [list(net[0].parameters()), list(net[1:].parameters())]
+    return (OPTS[make] if make in OPTS else fastai_opt(make.removeprefix('fastai ')))(gs)
+
+
+def plain_steps(net, opt, n):
+    for _ in range(n):
+        opt.zero_grad()
+        net(torch.randn(5, 8)).square().mean().backward()
+        opt.step()
+
+
+def master_steps(net, opt, n, flat):
+    ps, ms = get_master(opt, flat)
+    handle = use_master(opt, ps, ms, flat)
+    for _ in range(n):
+        for p in net.parameters(): p.grad = None
+        net(torch.randn(5, 8)).square().mean().backward()
+        to_master_grads(ps, ms, 1., flat)
+        opt.step()
+        to_model_params(ps, ms, flat)
+    handle.remove()
+    handle.remove()
+
+
+@every_opt
+@pytest.mark.parametrize('flat', [False, True])
+def test_state_moves_over_and_back(make, flat):
+    "With masters and back, in the middle of a training: not a bit differs from the training without"
+    a, b = small(), small()
+    oa, ob = make_opt(make, a), make_opt(make, b)
+    before = [[id(p) for p in g] for g in M._groups(ob)]
+    for net,opt,mid in ((a, oa, plain_steps), (b, ob, lambda *args: master_steps(*args, flat))):
+        torch.manual_seed(1)
+        plain_steps(net, opt, 3)
+        mid(net, opt, 3)
+        plain_steps(net, opt, 3)
+    assert all_same(a.parameters(), b.parameters())
+    assert [[id(p) for p in g] for g in M._groups(ob)] == before
+    assert {id(p) for p in M._inner(ob).state} == {id(p) for p in b.parameters()}
+
+
+@every_opt
+def test_frozen_parameters_keep_their_place(make):
+    net = small()
+    net[1].requires_grad_(False)
+    opt = make_opt(make, net)
+    before = [[id(p) for p in g] for g in M._groups(opt)]
+    held = net[1].weight.detach().clone()
+    with use_master(opt, *get_master(opt)):
+        assert [id(p) for p in M._groups(opt)[1]][:2] == before[1][:2] and [len(g) for g in M._groups(opt)] == [2, 4]
+        raise_ = pytest.raises(ValueError, match='does not hold these parameters')
+        with raise_: use_master(opt, [[nn.Parameter(torch.ones(1))], []], [[nn.Parameter(torch.ones(1))], []])
+    master_steps(net, opt, 2, False)
+    assert [[id(p) for p in g] for g in M._groups(opt)] == before and same_bits(net[1].weight.data, held)
+
+
+def test_masters_are_handed_over_once():
+    net = small()
+    opt = make_opt('sgd', net)
+    groups = get_master(opt)
+    use_master(opt, *groups)
+    with pytest.raises(ValueError, match='has masters by now'): use_master(opt, *groups)
+
+
+def test_a_flat_master_refuses_states_that_disagree():
+    net = small()
+    opt = make_opt('adam', net)
+    net(torch.randn(5, 8)).sum().backward()
+    net[0].bias.grad = None
+    opt.step()
+    ps, ms = get_master(opt, flat=True)
+    before, n = [[id(p) for p in g] for g in M._groups(opt)], len(opt.state)
+    with pytest.raises(ValueError, match='disagree about'): use_master(opt, ps, ms, flat=True)
+    assert [[id(p) for p in g] for g in M._groups(opt)] == before and len(opt.state) == n
+
+
+def test_half_state_becomes_fp32():
+    p = nn.Parameter(torch.ones(3).half())
+    opt = torch.optim.SGD([p], lr=.1, momentum=.9)
+    p.grad = torch.ones_like(p)
+    opt.step()
+    use_master(opt, *quiet(get_master, opt))
+    (state,) = opt.state.values()
+    assert state['momentum_buffer'].dtype is F32
+
+
+# --- lent weights ---
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight, self.again = self.tok.weight, self.head
+    def forward(self, x): return self.again(self.head(self.tok(x.abs().long() % 12)) @ self.tok.weight)
+
+
+class Lists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.d = nn.ParameterList([torch.randn(8), torch.randn(8)]), nn.ParameterDict({'u': torch.randn(8)})
+        self.w, self.none = nn.Parameter(torch.randn(8)), None
+        self.register_parameter('nothing', None)
+    def forward(self, x): return x*self.a[0] + self.a[1]*self.d['u'] + self.w
+
+
+class Rnn(nn.Module):
+    def __init__(self, kind): super().__init__(); self.rnn = kind(8, 6, num_layers=2, bidirectional=True, batch_first=True)
+    def forward(self, x): return self.rnn(x[:, None].expand(-1, 3, -1))[0]
+
+
+class Mha(nn.Module):
+    def __init__(self): super().__init__(); self.mha = nn.MultiheadAttention(8, 2, batch_first=True)
+    def forward(self, x): return self.mha(x[None], x[None], x[None])[0]
+
+
+def conv_bn(): return nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 3))
+def shared():
+    lin = nn.Linear(8, 8)
+    return nn.Sequential(lin, nn.Tanh(), lin)
+
+
+MODELS = {'mlp': small, 'conv': conv_bn, 'lstm': lambda: Rnn(nn.LSTM), 'gru': lambda: Rnn(nn.GRU), 'mha': Mha, 'tied': Tied, 'lists': Lists,
+          'shared': shared, 'root': lambda: nn.Linear(8, 3), 'encoder': lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True),
+          'weight_norm': lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 4)))}
+every_model = pytest.mark.parametrize('name', MODELS)
+
+
+def made(name, device='cpu'):
+    torch.manual_seed(0)
+    return MODELS[name]().to(device)
+
+
+def traces(model):
+    "All that lending might leave behind"
+    return [(m, {k: id(v) for k,v in m.__dict__.items() if not isinstance(v, dict)}, {k: id(v) for k,v in m._parameters.items()},
+             {k: id(v) for k,v in m._buffers.items()}, list(m._forward_hooks), list(m._forward_pre_hooks), list(m._state_dict_hooks),
+             set(m.__dict__)) for m in model.modules()]
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('dtype', [H, torch.bfloat16])
+@every_model
+def test_lent_weights_compute_what_a_half_model_computes(name, dtype, device):
+    net, twin, x = made(name, device), model_to_half(made(name, device), dtype), torch.randn(5, 8, device=device).to(dtype)
+    before, hw, weights = traces(net), HalfWeights(net, dtype), [p.detach().clone() for p in net.parameters()]
+    with hw: out = net(x); out.float().square().mean().backward()
+    want = twin(x)
+    want.float().square().mean().backward()
+    assert out.dtype is dtype and same_bits(out.detach(), want.detach())
+    for (n,p),q in zip(net.named_parameters(), twin.parameters()): assert p.grad.dtype is F32 and same_bits(p.grad, q.grad.float()), n
+    assert traces(net) == before and all_same(net.parameters(), weights)
+    assert all(same_bits(a, b.to(a.dtype)) for a,b in zip(net.buffers(), twin.buffers()))
+    net.eval(), twin.eval()
+    for ctx in (torch.no_grad(), torch.inference_mode()):
+        with ctx, hw: out = net(x)
+        with ctx: assert same_bits(out, twin(x))
+    with torch.no_grad(): assert net(x.float()).dtype is F32
+
+
+@every_model
+def test_inside_only_forward_sees_half(name):
+    net = made(name)
+    ps, sd = list(net.parameters()), {k: v.clone() for k,v in net.state_dict().items()}
+    with HalfWeights(net):
+        assert [id(p) for p in net.parameters()] == [id(p) for p in ps] and all(p.is_leaf and p.dtype is F32 for p in ps)
+        got = net.state_dict()
+        assert got.keys() == sd.keys() and all(same_bits(got[k], sd[k]) for k in sd)
+
+
+def test_gradients_add_up_in_fp32_over_micro_batches():
+    net, xs, hw = small(), torch.randn(4, 5, 8).half(), None
+    hw, each = HalfWeights(net), []
+    for x in xs:
+        with hw: g = torch.autograd.grad(net(x).float().mean(), list(net.parameters()))
+        each.append(g)
+    for x in xs:
+        with hw: net(x).float().mean().backward()
+    want = [sum(gs[1:], gs[0]) for gs in zip(*each)]
+    assert all_same([p.grad for p in net.parameters()], want)
+    net.zero_grad()
+    with hw:                                                    # lent once, used four times
+        for x in xs: net(x).float().mean().backward()
+    assert all_same([p.grad for p in net.parameters()], want)
+
+
+def test_frozen_and_unused():
+    net = small()
+    net[0].requires_grad_(False)
+    net.unused = nn.Linear(2, 2)
+    with HalfWeights(net):
+        assert not net[0].weight.requires_grad and net[0].weight.dtype is H
+        net[3](net[1](net[0](torch.randn(2, 8).half()))).float().sum().backward()
+    assert net[0].weight.grad is None and net.unused.weight.grad is None and net[3].weight.grad is not None
+    net[0].requires_grad_(True)
+    with HalfWeights(net): net[0](torch.randn(2, 8).half()).sum().backward()
+    assert net[0].weight.grad.dtype is F32
+
+
+def test_nested_repeated_and_after_a_step():
+    net, x = small(), torch.randn(2, 8).half()
+    before, hw = traces(net), HalfWeights(net)
+    hw.leave()
+    assert hw.enter() is hw and hw.lent
+    first = net[0].weight
+    assert hw.enter() and net[0].weight is first
+    with hw:
+        with hw: pass
+        assert hw.lent
+    assert hw.lent
+    with torch.no_grad(): net._modules['0']._parameters['weight'].add_(1)
+    hw.enter()
+    assert same_bits(net[0].weight.detach(), dict(net.named_parameters())['0.weight'].detach().half())
+    with torch.no_grad(), hw: net(x)
+    net(x).sum().backward()
+    hw.leave(), hw.leave()
+    assert not hw.lent and traces(net) == before and net[0].weight.grad is not None
+
+
+@pytest.mark.parametrize('outer', [torch.no_grad, torch.inference_mode])
+def test_lent_where_no_gradient_is_recorded_and_used_where_it_is(outer):
+    net, x = small(), torch.randn(2, 8).half()
+    hw = HalfWeights(net)
+    with outer(): hw.enter()
+    net(x).sum().backward()
+    hw.leave()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_another_pair_of_half_weights_inside():
+    net, x = small(), torch.randn(2, 8)
+    before = traces(net)
+    with HalfWeights(net):
+        with HalfWeights(net): net(x.half()).sum().backward()
+        with HalfWeights(net[3], torch.bfloat16): assert net[3](torch.ones(1, 16).bfloat16()).dtype is torch.bfloat16
+        assert net(x.half()).dtype is H
+    assert all(p.grad.dtype is F32 for p in net.parameters())
+    assert traces(net) == before
+
+
+@pytest.mark.parametrize('error', [RuntimeError, KeyboardInterrupt])
+def test_exceptions_leave_nothing_behind(error, monkeypatch):
+    net = conv_bn()
+    before, hw = traces(net), HalfWeights(net)
+    with pytest.raises(error), hw: raise error
+    assert traces(net) == before and not hw.lent
+    n = [0]
+    real = M._put_before
+    def failing(*args):
+        n[0] += 1
+        if n[0] == 3: raise error
+        return real(*args)
+    monkeypatch.setattr(M, '_put_before', failing)
+    with pytest.raises(error), hw: raise AssertionError('not reached')
+    monkeypatch.undo()
+    assert traces(net) == before and not hw.lent
+    with hw: assert net[1].weight.dtype is H
+    assert traces(net) == before
+
+
+class Buffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        for n,v in dict(kept=torch.rand(8), inplace=torch.ones(8)/3, replaced=torch.ones(8), grows=torch.zeros(1)).items(): self.register_buffer(n, v)
+        self.register_buffer('count', torch.zeros((), dtype=torch.long))
+        self.register_buffer('none', None)
+    def forward(self, x):
+        self.count += 1
+        with torch.no_grad(): self.inplace[0] += 1
+        self.replaced = self.replaced*.5
+        self.grows = torch.cat([self.grows, self.grows.new_ones(1)])
+        assert self.replaced.dtype is self.kept.dtype is x.dtype
+        return self.lin(x)*self.kept + self.replaced
+
+
+def test_buffers_are_lent_and_written_back():
+    net = Buffers()
+    kept, inplace = net.kept, net.inplace
+    held = kept.clone(), inplace.clone()
+    with HalfWeights(net):
+        for _ in range(2): assert net(torch.randn(2, 8).half()).dtype is H
+        assert {v.dtype for v in net.state_dict().values()} == {F32, torch.int64} and (net.state_dict()['replaced'] == .25).all()
+    assert net.kept is kept and net.inplace is inplace and same_bits(kept, held[0])
+    assert same_bits(inplace[1:], held[1][1:]) and inplace[0] == torch.tensor(2.332).half()
+    assert (net.replaced == .25).all() and net.grows.tolist() == [0, 1, 1] and net.grows.dtype is F32 and net.count == 2
+
+
+def test_weights_that_forward_changes_are_written_back():
+    "nn.Embedding(max_norm=…) shrinks the rows that it looks up, in place"
+    emb, ids = nn.Embedding(6, 4, max_norm=1.), torch.tensor([1, 4])
+    with torch.no_grad(): emb.weight.normal_().mul_(4)
+    held, w = emb.weight.detach().clone(), emb.weight
+    with HalfWeights(emb): emb(ids).float().sum().backward()
+    assert emb.weight is w and (w[ids].norm(dim=1) < 1.01).all() and w.grad.dtype is F32
+    rest = torch.tensor([0, 2, 3, 5])
+    assert same_bits(w[rest].detach(), held[rest])
+
+
+def test_spectral_norm_keeps_its_vectors():
+    net = parametrizations.spectral_norm(nn.Linear(8, 8), eps=1e-4)
+    u = net.parametrizations.weight[0]._u
+    held = u.clone()
+    with fast_half(), HalfWeights(net): net(torch.randn(2, 8).half()).float().sum().backward()
+    assert net.parametrizations.weight[0]._u is u and u.dtype is F32 and not same_bits(u, held) and u.isfinite().all()
+    assert net.parametrizations.weight.original.grad.dtype is F32
+
+
+def test_hooks_of_others_fire():
+    net, seen = small(), []
+    net[0].register_forward_pre_hook(lambda m, a: seen.append(('pre', a[0].dtype)))
+    net[0].register_forward_hook(lambda m, a, o: seen.append(('forward', o.dtype)))
+    net[0].register_full_backward_hook(lambda m, gi, go: seen.append(('backward', go[0].dtype)))
+    net[0].weight.register_hook(lambda g: seen.append(('gradient', g.dtype)))
+    net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(('accumulated', p.grad.dtype)))
+    hw = HalfWeights(net)
+    for _ in range(2):
+        with hw: net(torch.randn(2, 8).half().requires_grad_()).sum().backward()
+    once = [('pre', H), ('forward', H), ('backward', H), ('gradient', F32), ('accumulated', F32)]
+    assert sorted(map(str, seen)) == sorted(map(str, once*2))
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_checkpointed_activations(reentrant):
+    a, b, x = small(), small(), torch.randn(5, 8).half().requires_grad_()
+    with HalfWeights(a): a(x).float().square().mean().backward()
+    with HalfWeights(b): checkpoint(b, x, use_reentrant=reentrant).float().square().mean().backward()
+    assert all_same([p.grad for p in a.parameters()], [p.grad for p in b.parameters()])
+    with HalfWeights(b): loss = checkpoint(b, x, use_reentrant=reentrant).float().square().mean()
+    with pytest.raises(RuntimeError): loss.backward()
+
+
+@pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
+def test_compile_recognises_the_copies(backend):
+    import torch._dynamo as dynamo
+    from torch._dynamo.utils import counters
+    dynamo.reset(), counters.clear()
+    net, want = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), []
+    compiled, hw, seen, opt = torch.compile(net, backend=backend), HalfWeights(net), [], torch.optim.SGD(net.parameters(), lr=.1)
+    for _ in range(4):
+        x = torch.randn(3, 8)
+        with hw:
+            out = compiled(x.half())
+            assert same_bits(out.detach(), net(x.half()).detach())
+            out.float().sum().backward()
+        with torch.no_grad(): assert torch.allclose(compiled(x), net(x))
+        opt.step()
+        opt.zero_grad()
+        seen.append(counters['stats']['unique_graphs'])
+    assert seen[1:] == seen[1:2]*3 and seen[1] <= 4, f'compiled again in later steps: {seen}'
+    dynamo.reset()
+
+
+@pytest.mark.parametrize('make', ['adam', 'fused'])
+def test_optimizers_do_not_notice(make):
+    net, x = small(), torch.randn(5, 8).half()
+    opt, hw = make_opt(make, net), HalfWeights(net)
+    for _ in range(3):
+        with hw: net(x).float().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    assert {id(p) for p in opt.state} == {id(p) for p in net.parameters()} and all(s['exp_avg'].dtype is F32 for s in opt.state.values())
+
+
+def test_copies_and_averages_between_steps():
+    net = small()
+    ema = torch.optim.swa_utils.AveragedModel(net)
+    hw = HalfWeights(net)
+    with hw: net(torch.randn(2, 8).half()).sum().backward()
+    ema.update_parameters(net)
+    assert all_same(copy.deepcopy(net).parameters(), net.parameters()) and all_same(pickle.loads(pickle.dumps(net)).parameters(), net.parameters())
+    assert 'lent now' not in repr(hw) and '2 of 6' not in repr(hw)
+
+
+def test_nothing_to_lend():
+    with pytest.raises(ValueError, match='nothing to lend'): HalfWeights(nn.LayerNorm(3))
+    with pytest.raises(ValueError, match='float64'): HalfWeights(nn.Linear(3, 3), torch.float64)
+
+
+DDP = '''
+import sys, torch, torch.nn as nn, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from mpcourse.master import HalfWeights
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group('gloo', init_method=f'file://{folder}/meet', rank=rank, world_size=2)
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+ddp = DistributedDataParallel(net)
+out = []
+for wrapped in (net, ddp):
+    hw = HalfWeights(wrapped)
+    for step in range(2):
+        torch.manual_seed(10*step + rank)
+        x = torch.randn(6, 8).half()
+        with hw: loss = wrapped(x).float().square().mean(); loss.backward()
+        out.append([p.grad.clone() for p in net.parameters()])
+        net.zero_grad()
+torch.save(out, f'{folder}/{rank}.pt')
+dist.destroy_process_group()
+'''
+
+
+def run_python(code, *args, **kw): return subprocess.Popen([sys.executable, '-c', code, *map(str, args)], env={**os.environ, 'OMP_NUM_THREADS': '1'}, **kw)
+
+
+def test_two_processes_have_the_same_fp32_gradients(tmp_path):
+    for p in [run_python(DDP, r, tmp_path) for r in (0, 1)]: assert p.wait(100) == 0
+    a, b = [torch.load(tmp_path/f'{r}.pt', weights_only=True) for r in (0, 1)]
+    assert not same_bits(a[0][0], b[0][0])
+    for step in (0, 1):
+        for ga,gb,da,db in zip(a[step], b[step], a[2 + step], b[2 + step]):
+            assert da.dtype is F32 and same_bits(da, db) and torch.allclose(da, (ga + gb)/2, rtol=1e-6, atol=1e-9)
+
+
+# --- training states ---
+
+class Counter:
+    "As simple as a scaler can be"
+    def __init__(self, scale=1.): self.scale = scale
+    def state_dict(self): return dict(scale=self.scale)
+    def load_state_dict(self, sd): self.scale = sd['scale'] + 0.
+
+
+def drawn(): return [random.random(), *np.random.rand(3).tolist(), *torch.rand(3).tolist()]
+
+
+def noisy_steps(net, opt, n):
+    hw = HalfWeights(net)
+    for _ in range(n):
+        with hw: loss = F.dropout(net(torch.randn(5, 8).half()), .2).float().square().mean()*(1 + random.random())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@every_opt
+def test_a_resumed_training_is_the_uninterrupted_one(make, tmp_path):
+    a, b, c = small(), small(), small(1)
+    oa, ob, oc = make_opt(make, a), make_opt(make, b), make_opt(make, c)
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    noisy_steps(a, oa, 7)
+    want = drawn()
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    noisy_steps(b, ob, 3)
+    save_training_state(tmp_path/'s.pt', b, ob, Counter(8.), epoch=2, order=torch.arange(5), nest=dict(a=[1, (2., None)], b='x'))
+    noisy_steps(b, ob, 2)                                       # what is done after saving does not count
+    scaler = Counter()
+    extra = load_training_state(tmp_path/'s.pt', c, oc, scaler)
+    assert extra['epoch'] == 2 and same_bits(extra['order'], torch.arange(5)) and extra['nest'] == dict(a=[1, (2., None)], b='x')
+    assert scaler.scale == 8
+    noisy_steps(c, oc, 4)
+    assert all_same(a.parameters(), c.parameters()) and drawn() == want
+    assert type(M._inner(oc).state_dict()) is type(M._inner(oa).state_dict())
+    hyper = lambda o: [{k: v for k,v in g.items() if k != 'params'} for g in o.param_groups]
+    assert hyper(oa) == hyper(oc)
+
+
+@pytest.mark.parametrize('flat', [False, True])
+def test_masters_are_saved(flat, tmp_path):
+    def begin():
+        net = small()
+        opt = make_opt('adamw', net)
+        ps, ms = get_master(opt, flat)
+        model_to_half(net)
+        use_master(opt, ps, ms, flat)
+        return net, opt, ps, ms
+    def go(net, opt, ps, ms, n):
+        for _ in range(n):
+            net.zero_grad()
+            net(torch.randn(5, 8).half()).float().square().mean().backward()
+            to_master_grads(ps, ms, 1., flat)
+            opt.step()
+            to_model_params(ps, ms, flat)
+    a, b, c = begin(), begin(), begin()
+    for t,n in ((a, 6), (b, 3)): torch.manual_seed(1); go(*t, n)
+    save_training_state(tmp_path/'s.pt', *b[:2])
+    load_training_state(tmp_path/'s.pt', *c[:2])
+    go(*c, 3)
+    for i in (2, 3): assert all_same(sum(a[i], []), sum(c[i], []))
+    net = model_to_half(small())
+    with pytest.raises(ValueError, match='Nothing was loaded'): load_training_state(tmp_path/'s.pt', net, make_opt('adamw', net))
+
+
+def test_torchs_grad_scaler_and_frozen_layers(tmp_path):
+    net, scaler = small(), torch.amp.GradScaler('cpu', init_scale=2.**7)
+    net[0].requires_grad_(False)
+    scaler.scale(torch.ones(1))
+    save_training_state(tmp_path/'s.pt', net, opt := make_opt('adamw', net), scaler)
+    other, new = small(1), torch.amp.GradScaler('cpu')
+    load_training_state(tmp_path/'s.pt', other, make_opt('adamw', other), new)
+    assert new.get_scale() == 2.**7 and not other[0].weight.requires_grad and other[3].weight.requires_grad
+
+
+def test_wrapped_models_have_the_same_file(tmp_path):
+    net = small()
+    save_training_state(tmp_path/'s.pt', torch.compile(net, backend='eager'), make_opt('adamw', net))
+    other = small(1)
+    load_training_state(tmp_path/'s.pt', other, make_opt('adamw', other))
+    assert all_same(net.parameters(), other.parameters())
+
+
+def test_saved_while_weights_are_lent(tmp_path):
+    net = Buffers()
+    opt = torch.optim.SGD(net.parameters(), lr=.1)
+    with HalfWeights(net): save_training_state(tmp_path/'s.pt', net, opt)
+    load_training_state(tmp_path/'s.pt', net, opt)
+
+
+@pytest.mark.parametrize('what', [object(), {1, 2}, np.zeros(2), lambda: 0, [print]])
+def test_what_cannot_be_read_back_safely_is_refused(what, tmp_path):
+    net = small()
+    opt = make_opt('sgd', net)
+    save_training_state(tmp_path/'s.pt', net, opt, epoch=1)
+    old = (tmp_path/'s.pt').read_bytes()
+    with pytest.raises(ValueError, match=r"extra\['odd'\].* could not be read back safely"): save_training_state(tmp_path/'s.pt', net, opt, odd=what)
+    assert (tmp_path/'s.pt').read_bytes() == old and len(list(tmp_path.iterdir())) == 1
+    save_training_state(tmp_path/'s.pt', net, opt, lr=np.float64(.1))
+    assert type(load_training_state(tmp_path/'s.pt', net, opt)['lr']) is float
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    net = small()
+    opt = make_opt('sgd', net)
+    save_training_state(tmp_path/'s.pt', net, opt)
+    old = (tmp_path/'s.pt').read_bytes()
+    def full(doc, f): f.write(b'half of it'); raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(torch, 'save', full)
+    with pytest.raises(OSError): save_training_state(tmp_path/'s.pt', net, opt)
+    assert (tmp_path/'s.pt').read_bytes() == old and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_new_file_takes_the_old_ones_place_in_one_move(tmp_path):
+    net, path = small(), tmp_path/'s.pt'
+    opt = make_opt('sgd', net)
+    save_training_state(path, net, opt, step=1)
+    old = path.read_bytes()
+    with open(path, 'rb') as f:
+        save_training_state(path, net, opt, step=2)
+        assert f.read() == old and load_training_state(path, net, opt) == dict(step=2)
+
+
+def everything(net, opt, scaler):
+    return pickle.dumps([[(k, v.numpy().tobytes()) for k,v in net.state_dict().items()], [p.requires_grad for p in net.parameters()],
+                         str(M._plain(M._inner(opt).state_dict(), '')), scaler and scaler.state_dict(), str(M._random_states())])
+
+
+def edited(**changes):
+    def edit(path):
+        doc = torch.load(path, weights_only=True)
+        for k,v in changes.items(): doc[k] = v(doc[k]) if callable(v) else v
+        torch.save(doc, path)
+    return edit
+
+
+def without(key):
+    def edit(path):
+        doc = torch.load(path, weights_only=True)
+        del doc[key]
+        torch.save(doc, path)
+    return edit
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    i = raw.find(small()[0].weight.detach().numpy().tobytes())
+    assert i > 0
+    raw[i + 40] ^= 16
+    path.write_bytes(raw)
+
+
+def other_model(f):
+    def edit(path):
+        net = f(small(2))
+        save_training_state(path, net, torch.optim.AdamW([dict(params=list(net[0].parameters())), dict(params=list(net[1:].parameters()))]), Counter())
+    return edit
+
+
+def drop(d, key): return {k: v for k,v in d.items() if k != key}
+def grown(net): net.append(nn.Linear(4, 2)); return net
+def wider(net): net[3] = nn.Linear(16, 5); return net
+
+
+BAD = {'cut in half': lambda p: p.write_bytes(p.read_bytes()[:len(p.read_bytes())//2]), 'cut by a byte': lambda p: p.write_bytes(p.read_bytes()[:-1]),
+       'empty': lambda p: p.write_bytes(b''), 'text': lambda p: p.write_text('hello'), 'a flipped bit': flip,
+       'a pickle': lambda p: p.write_bytes(pickle.dumps({'format': 1})), 'code': lambda p: torch.save(print, p),
+       'a state dict': lambda p: torch.save(small().state_dict(), p), 'a list': lambda p: torch.save([1], p),
+       'of the future': edited(version=2), **{f'without {k}': without(k) for k in (*M.PARTS, 'version', 'format')},
+       'another kind': edited(opt=[]), 'a weight less': edited(model=lambda d: drop(d, '0.weight')),
+       'half weights': edited(model=lambda d: {k: v.half() for k,v in d.items()}),
+       'a larger model': other_model(grown), 'a wider one': other_model(wider), 'another optimizer': edited(opt_kind='SGD'),
+       'other groups': edited(opt_shapes=lambda s: [sum(s, [])]), 'a master too many': edited(masters=[torch.ones(1)]),
+       'no scaler': edited(scaler=None), "a scaler's other state": edited(scaler=dict(size=3)), 'a wrong scale': edited(scaler=dict(scale='big')),
+       'no random states': edited(random=dict(python=1)), 'a group less': edited(opt=lambda o: {**o, 'param_groups': o['param_groups'][:1]}),
+       'other parts': edited(opt=lambda o: drop(o, 'state'))}
+
+
+@pytest.mark.parametrize('bad', BAD)
+def test_a_bad_file_is_refused_and_nothing_changes(bad, tmp_path):
+    net, scaler, path = small(), Counter(4.), tmp_path/'s.pt'
+    opt = make_opt('adamw', net)
+    save_training_state(path, net, opt, scaler)
+    BAD[bad](path)
+    noisy_steps(net, opt, 2)
+    before = everything(net, opt, scaler)
+    with pytest.raises(ValueError, match=r's\.pt .*Nothing was loaded') as e: load_training_state(path, net, opt, scaler)
+    assert everything(net, opt, scaler) == before, str(e.value)
+
+
+def test_a_scaler_too_many_or_a_file_too_few(tmp_path):
+    net = small()
+    opt = make_opt('adamw', net)
+    save_training_state(tmp_path/'s.pt', net, opt, Counter())
+    with pytest.raises(ValueError, match='has a scaler and none was given'): load_training_state(tmp_path/'s.pt', net, opt)
+    with pytest.raises(FileNotFoundError, match='There is no training state'): load_training_state(tmp_path/'t.pt', net, opt)
+
+
+class Stubborn(nn.Module):
+    def __init__(self, size): super().__init__(); self.w, self.size = nn.Parameter(torch.full((2,), float(size))), size
+    def get_extra_state(self): return {'size': self.size}
+    def set_extra_state(self, s):
+        if s['size'] != self.size: raise RuntimeError('not mine')
+
+
+def test_a_module_that_refuses_its_state_changes_nothing(tmp_path):
+    a, b = Stubborn(1), Stubborn(2)
+    oa, ob = [torch.optim.SGD(m.parameters(), lr=lr, momentum=.9) for m,lr in ((a, .1), (b, .2))]
+    save_training_state(tmp_path/'s.pt', a, oa)
+    with pytest.raises(ValueError, match='not mine Nothing was loaded'): load_training_state(tmp_path/'s.pt', b, ob)
+    assert (b.w == 2).all() and ob.param_groups[0]['lr'] == .2
+
+
+KILLED = """
+import random, torch, torch.nn as nn, torch.nn.functional as F
+from pathlib import Path
+from mpcourse.half import model_to_half
+from mpcourse.master import *
+
+def training(folder, steps, say):
+    "Two nets under one optimizer, one with lent weights and one with masters; saved after every step, resumed where there is a file"
+    random.seed(0), torch.manual_seed(0)
+    nets = nn.ModuleList([nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.Dropout(.1), nn.Linear(32, 4)) for _ in range(2)])
+    opt = torch.optim.AdamW([dict(params=list(n.parameters())) for n in nets], lr=.01)
+    ps, ms = get_master([[], list(nets[1].parameters())])
+    use_master(opt, ps, ms)
+    hw, half = HalfWeights(nets[0]), model_to_half(nets[1])
+    file, extra = Path(folder)/'s.pt', dict(step=0, order=torch.randperm(200))
+    if file.exists(): extra = load_training_state(file, nets, opt)
+    for step in range(extra['step'], steps):
+        i = extra['order'][step]
+        x = torch.randn(5, 8).half()*random.random() + i/200
+        nets.zero_grad()
+        with hw: loss = nets[0](x).float().square().mean()
+        (loss + half(x).float().square().mean()).backward()
+        to_master_grads(ps, ms)
+        opt.step()
+        to_model_params(ps, ms)
+        extra['step'] = step + 1
+        save_training_state(file, nets, opt, **extra)
+        say(step)
+    return [p.detach() for p in nets.parameters()] + [m.detach() for m in ms[1]]
+"""
+RESUME = KILLED + "import sys; torch.set_num_threads(1); training(sys.argv[1], int(sys.argv[2]), lambda i: print(i, flush=True))"
+
+
+def test_killed_at_any_step_and_resumed(tmp_path):
+    steps, names, rnd = 60, {}, random.Random()
+    exec(KILLED, names)
+    (tmp_path/'whole').mkdir(), (tmp_path/'killed').mkdir()
+    want, seen = names['training'](tmp_path/'whole', steps, lambda i: None), []
+    for until in (rnd.randrange(30), rnd.randrange(30, 55), None):
+        p = run_python(RESUME, tmp_path/'killed', steps, stdout=subprocess.PIPE, text=True)
+        for line in p.stdout:
+            seen.append(int(line))
+            if seen[-1] == until: break
+        if until is None: assert p.wait(100) == 0
+        else: p.kill(), p.wait(), p.stdout.close()
+    assert seen[-1] == steps - 1 and seen == sorted(seen)
+    got = names['training'](tmp_path/'killed', steps, lambda i: None)       # nothing left to do: it only loads
+    assert all_same(got, want)
