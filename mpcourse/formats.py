@@ -44,15 +44,15 @@ class FloatFormat:
         if not self.name: object.__setattr__(self, 'name', f'e{self.exp_bits}m{self.man_bits}')
         lo, hi = -self.bias - self.man_bits, 2**self.exp_bits - self.bias
         if lo < -1022 or hi > 1022:
-            raise ValueError(f'{self.name} with bias {self.bias} reaches from 2^{lo} to 2^{hi}; its values are computed in FP64, '
-                             'which ends at 2^-1022 and 2^1022: take fewer exponent bits or another bias.')
+            raise ValueError(f'{self.name} with bias {self.bias} reaches from 2^{lo} to 2^{hi}; values are computed in '
+                             'FP64, from 2^-1022 to 2^1022: take fewer exponent bits or another bias.')
 
 def _check_fields(
     fmt:FloatFormat, # raises ValueError with a sentence if its widths or its kind cannot be
 ):
     "Refuse what cannot be a format"
     e, m = fmt.exp_bits, fmt.man_bits
-    if fmt.kind not in KINDS: raise ValueError(f'There is no kind of format {fmt.kind!r}: take one of {", ".join(KINDS)}.')
+    if fmt.kind not in KINDS: raise ValueError(f'There is no kind {fmt.kind!r}: take one of {", ".join(KINDS)}.')
     if not (isinstance(e, int) and 2 <= e <= 10): raise ValueError(f'{e!r} exponent bits: a format here has 2 to 10.')
     if not (isinstance(m, int) and 0 <= m <= 52): raise ValueError(f'{m!r} fraction bits: a format here has 0 to 52.')
     if fmt.kind == 'scale' and m: raise ValueError(f'A scale format has no fraction, yet {m} fraction bits were given.')
@@ -186,7 +186,7 @@ def dtype(self:FloatFormat)->torch.dtype|None:
     return next((getattr(torch, n) for n,f in DTYPES.items() if f == self and hasattr(torch, n)), None)
 
 def get_format(
-    fmt:str|FloatFormat|torch.dtype, # 'fp16', 'e3m4' (an IEEE-like format of these widths), a torch dtype, or a format itself
+    fmt:str|FloatFormat|torch.dtype, # 'fp16', 'e3m4' (IEEE-like, of these widths), a torch dtype, or a format itself
 )->FloatFormat:
     "The format of that name"
     if isinstance(fmt, FloatFormat): return fmt
@@ -282,7 +282,7 @@ def _at(self:FloatFormat,
 @patch
 def neighbours(self:FloatFormat,
     x:float|torch.Tensor, # numbers, any shape; they need not be values of the format
-)->tuple: # (the largest value below x, the smallest above x), ∓inf where there is none; floats or float64 tensors, like x
+)->tuple: # (the largest value below x, the smallest above), ∓inf where there is none; floats or float64 tensors, like x
     "The format's values on either side of x, x itself excluded"
     v = torch.as_tensor(x, dtype=torch.float64)
     if v.isnan().any(): raise ValueError('NaN has no neighbours: it lies nowhere on the number line.')
@@ -296,7 +296,7 @@ def neighbours(self:FloatFormat,
 @patch
 def values(self:FloatFormat)->torch.Tensor: # float64, ascending, −0 left out
     "All finite values; ValueError for a format of more than 16 bits"
-    if self.bits > 16: raise ValueError(f'{self.name} has 2^{self.bits} codes: values() is for formats of 16 bits at most.')
+    if self.bits > 16: raise ValueError(f'{self.name} has 2^{self.bits} codes: values() is for 16 bits at most.')
     v = self.decode(torch.arange(2**self.bits))
     return (v[v.isfinite()] + 0.).unique() # −0 + 0 = +0
 
@@ -312,7 +312,8 @@ def plot_values(
     for row,f in enumerate(map(get_format, fmts)):
         v = f.values(); v = v[v.abs() <= (lim or f.max)]
         ax.plot(v, torch.full_like(v, -row), '|', ms=16, mew=1.1, color=fmt_color(f.name))
-    ax.set(yticks=[-r for r in range(len(fmts))], yticklabels=[get_format(f).name for f in fmts], ylim=(.6 - len(fmts), .6))
+    rows = [-r for r in range(len(fmts))]
+    ax.set(yticks=rows, yticklabels=[get_format(f).name for f in fmts], ylim=(rows[-1] - .4, .6))
     ax.grid(False)
     return ax
 
@@ -326,7 +327,7 @@ def parse_number(
         if m := re.fullmatch(r'(-?)(\d+)\^(-?\d{1,4})', s): return float(m[1] + '1')*float(m[2])**int(m[3])
         return float(Fraction(s)) if '/' in s else float(s)
     except (ValueError, ArithmeticError):
-        raise ValueError(f'{text!r} is not a number that FP64 holds: type one like 0.1, 1e-7, 2^-14, 1/3 or inf.') from None
+        raise ValueError(f'{text!r} is no number that FP64 holds: type one like 0.1, 2^-14, 1/3 or inf.') from None
 
 def _error(
     x:float, # what was to be stored
@@ -341,9 +342,10 @@ def _error(
 
 # %% ../nbs/01_formats.ipynb #8d04003c
 BOXES = dict(sign='#f4c7c3', exponent='#cfe3f7', fraction='#d5ecd4')
-BITS_CSS = ('.mp-bits i{font:normal 1em monospace;color:#222;border:1px solid #8888;padding:.1em .18em}.mp-bits td{text-align:left;'
-            'padding:.1em 1em .1em 0}.mp-bits{margin:.6em 0;overflow-x:auto}'
-            + ''.join(f'.mp-bits u[title={n}]{{text-decoration:none;margin-right:.4em}}.mp-bits u[title={n}] i{{background:{c}}}' for n,c in BOXES.items()))
+BITS_CSS = ('.mp-bits{margin:.6em 0;overflow-x:auto} .mp-bits u{text-decoration:none;margin-right:.4em}'
+            '.mp-bits i{font:normal 1em monospace;color:#222;border:1px solid #8888;padding:.1em .18em}'
+            '.mp-bits td{text-align:left;padding:.1em 1em .1em 0}'
+            + ''.join(f'.mp-bits u[title={n}] i{{background:{c}}}' for n,c in BOXES.items()))
 
 def _fields_html(f, code):
     "The bits of a code, a coloured box each"
@@ -382,8 +384,10 @@ def bit_explorer(
 # %% ../nbs/01_formats.ipynb #52a8f825
 def _same(got, want):
     "Equality for exercises: NaN equals NaN, −0 differs from 0, tensors and numbers alike"
-    if isinstance(want, (bool, str)) or isinstance(got, (bool, str)) or got is None: return type(got) is type(want) and got == want
-    if isinstance(want, (tuple, list)): return isinstance(got, (tuple, list)) and len(got) == len(want) and all(map(_same, got, want))
+    if got is None or isinstance(got, (bool, str)) or isinstance(want, (bool, str)):
+        return type(got) is type(want) and got == want
+    if isinstance(want, (tuple, list)):
+        return isinstance(got, (tuple, list)) and len(got) == len(want) and all(map(_same, got, want))
     try: return same_bits(torch.as_tensor(got).double(), torch.as_tensor(want).double())
     except (TypeError, ValueError, RuntimeError): return False
 
@@ -427,4 +431,5 @@ def check_narrowest(
     f, # (lo, hi, rel) -> (exp_bits, man_bits)
 ):
     "Check exercise 4 of chapter 01"
-    expect(f, [((2.**-14, 65504., 2.**-10), (5, 10)), ((1e-8, 1., .01), (6, 7)), ((.5, 1.9, .3), (3, 2)), ((1e-30, 1e30, .5), (8, 1))])
+    expect(f, [((2.**-14, 65504., 2.**-10), (5, 10)), ((1e-8, 1., .01), (6, 7)), ((.5, 1.9, .3), (3, 2)),
+               ((1e-30, 1e30, .5), (8, 1))])

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 # %% ../nbs/00_plots.ipynb #3128b962
-COLORS = {'fp16': '#D55E00', 'bf16': '#0072B2', 'fp32': '#333333', 'tf32': '#999999', 'e4m3': '#009E73', 'e5m2': '#CC79A7',
-          'e4m3fnuz': '#56B4E9', 'e5m2fnuz': '#E69F00', 'e8m0': '#8C6D31', 'e2m1': '#D9A400', 'e2m3': '#7B5EA7', 'e3m2': '#B04A5A'}
+COLORS = {'fp16': '#D55E00', 'bf16': '#0072B2', 'fp32': '#333333', 'tf32': '#999999', 'e4m3': '#009E73',
+          'e5m2': '#CC79A7', 'e4m3fnuz': '#56B4E9', 'e5m2fnuz': '#E69F00', 'e8m0': '#8C6D31', 'e2m1': '#D9A400',
+          'e2m3': '#7B5EA7', 'e3m2': '#B04A5A'}
 CYCLE = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#333333')
 
 def use_style():
@@ -22,8 +23,9 @@ def use_style():
     import matplotlib as mpl
     mpl.rcParams.update({
         'figure.figsize': (7.2, 3.2), 'figure.dpi': 110, 'savefig.dpi': 110, 'figure.constrained_layout.use': True,
-        'font.size': 9.5, 'axes.titlesize': 10, 'axes.titlelocation': 'left', 'axes.spines.top': False, 'axes.spines.right': False,
-        'axes.grid': True, 'grid.color': '#e4e4e4', 'grid.linewidth': .7, 'axes.axisbelow': True, 'legend.frameon': False,
+        'font.size': 9.5, 'axes.titlesize': 10, 'axes.titlelocation': 'left', 'axes.axisbelow': True,
+        'axes.spines.top': False, 'axes.spines.right': False, 'legend.frameon': False,
+        'axes.grid': True, 'grid.color': '#e4e4e4', 'grid.linewidth': .7,
         'lines.linewidth': 1.6, 'axes.prop_cycle': mpl.cycler(color=CYCLE)})
 
 def fmt_color(
@@ -60,8 +62,8 @@ def format_band(
     span(lo, tiny, color=c, alpha=.13, lw=0)
     for v in (lo, hi): line(v, color=c, lw=1.2, ls=(0, (4, 2)))
     if not label: return ax
-    where = dict(xy=(hi, 1), xycoords=('data', 'axes fraction')) if axis == 'x' else dict(xy=(1, hi), xycoords=('axes fraction', 'data'))
-    ax.annotate(fmt.name, xytext=(-3, -3), textcoords='offset points', ha='right', va='top', color=c, **where)
+    xy, at = ((hi, 1), ('data', 'axes fraction')) if axis == 'x' else ((1, hi), ('axes fraction', 'data'))
+    ax.annotate(fmt.name, xy, (-3, -3), at, 'offset points', ha='right', va='top', color=c)
     return ax
 
 # %% ../nbs/00_plots.ipynb #3702e58f
@@ -125,15 +127,18 @@ def _frame(f, values, alt):
 
 # %% ../nbs/00_plots.ipynb #43a7730f
 SWAP_JS = '''(d=>{const s=JSON.parse(d.querySelector('script[type]').textContent),c=[...d.querySelectorAll('[data-k]')];
-const show=()=>{let i=0;c.forEach((e,n)=>{const v=s.values[n];i=i*v.length+(+e.value);e.nextElementSibling.textContent=e.tagName=='INPUT'?v[+e.value]:''});
-d.querySelector('.mp-frame').innerHTML=s.frames[s.index[i]]};c.forEach(e=>e.addEventListener('input',show));show()})(document.currentScript.parentElement)'''
+const show=()=>{let i=0;c.forEach((e,n)=>{const v=s.values[n];i=i*v.length+(+e.value);
+e.nextElementSibling.textContent=e.tagName=='INPUT'?v[+e.value]:''});
+d.querySelector('.mp-frame').innerHTML=s.frames[s.index[i]]};
+c.forEach(e=>e.addEventListener('input',show));show()})(document.currentScript.parentElement)'''
 
 def _control_html(name, values, now):
     "A range for numbers, a menu for anything else; its value is a position in `values`"
     k = values.index(now) if now in values else 0
-    opts = ''.join(f'<option value="{i}"{" selected"*(i == k)}>{html.escape(str(v))}</option>' for i,v in enumerate(values))
+    def option(i, v): return f'<option value="{i}"{" selected"*(i == k)}>{html.escape(str(v))}</option>'
     number = all(isinstance(v, (int, float)) for v in values)
-    tag = f'<input data-k type="range" min="0" max="{len(values) - 1}" value="{k}">' if number else f'<select data-k>{opts}</select>'
+    tag = (f'<input data-k type="range" min="0" max="{len(values) - 1}" value="{k}">' if number else
+           f'<select data-k>{"".join(map(option, range(len(values)), values))}</select>')
     return f'<label style="margin-right:1.2em">{html.escape(name)} {tag}<output></output></label>'
 
 def _page_html(f, pages, now, labels, alt):
@@ -141,7 +146,8 @@ def _page_html(f, pages, now, labels, alt):
     values = [list(v) for v in pages.values()]
     frames = [_frame(f, {**now, **dict(zip(pages, v))}, alt) for v in itertools.product(*values)]
     unique = list(dict.fromkeys(frames)); at = {s: i for i,s in enumerate(unique)}
-    data = json.dumps(dict(values=[[str(v) for v in vs] for vs in values], frames=unique, index=[at[s] for s in frames]))
+    shown = [[str(v) for v in vs] for vs in values]
+    data = json.dumps(dict(values=shown, frames=unique, index=[at[s] for s in frames]))
     bar = ''.join(_control_html(labels.get(k, k), v, now[k]) for k,v in zip(pages, values))
     data = data.replace('</', '<\\/')
     return (f'<div class="mp-explore"><div>{bar}</div><div class="mp-frame">{_frame(f, now, alt)}</div>'
@@ -179,7 +185,7 @@ class Explorer:
 
 def explore(
     f, # called with the controls' values by name; returns HTML text, a Figure or Axes, or a list of these
-    pages:dict=None, # the positions that move on a page without a kernel: {name: values}; the product of all is computed
+    pages:dict=None, # positions that move on a page without a kernel: {name: values}; their product is computed
     alt:str='', # text for readers who cannot see the pictures
     **controls, # a widget for each argument, or what `interactive` makes one of: (lo, hi), a list, a number, a text
 )->Explorer: # shows itself; `.controls`, `.values` and `.out.value` are for tests
@@ -187,6 +193,7 @@ def explore(
     from ipywidgets import Widget, interactive
     made = {k: c if isinstance(c, Widget) else interactive.widget_from_abbrev(c, c) for k,c in controls.items()}
     for k,c in made.items():
-        if c is None: raise ValueError(f'{controls[k]!r} does not make a control for {k!r}: give a widget, a range, a list or a text.')
+        if c is None: raise ValueError(f'{controls[k]!r} does not make a control for {k!r}: '
+                                       'give a widget, a range, a list or a text.')
         c.description = c.description or k
     return Explorer(f, pages, made, alt)

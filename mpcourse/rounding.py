@@ -107,9 +107,9 @@ def _check_arguments(x, fmt, rounding, overflow):
     "Refuse with a sentence what quantize cannot do"
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         got = f'a tensor of {x.dtype}' if isinstance(x, torch.Tensor) else f'{x!r}'
-        raise TypeError(f'quantize rounds floating-point tensors and numbers; got {got}: convert it with .float() first.')
-    if rounding not in ROUNDINGS: raise ValueError(f'There is no rounding {rounding!r}: take one of {", ".join(ROUNDINGS)}.')
-    if overflow not in OVERFLOWS: raise ValueError(f'There is no overflow {overflow!r}: take one of {", ".join(OVERFLOWS)}.')
+        raise TypeError(f'quantize rounds floating-point tensors and numbers; got {got}: convert it, with .float().')
+    for what,choice,there in (('rounding', rounding, ROUNDINGS), ('overflow', overflow, OVERFLOWS)):
+        if choice not in there: raise ValueError(f'There is no {what} {choice!r}: take one of {", ".join(there)}.')
     lacks = {'inf': not fmt.has_inf, 'nan': not fmt.has_nan}.get(overflow)
     if lacks: raise ValueError(f"{fmt.name} has no {overflow}, so overflow={overflow!r} cannot be: take 'saturate'"
                                + (" or 'nan'." if fmt.has_nan else '.'))
@@ -136,7 +136,7 @@ def quantize(
     overflow:str='saturate', # what becomes of the too large: 'saturate' (±max), 'inf' or 'nan'
     subnormals:bool=True, # False: what would be subnormal becomes zero
     generator:torch.Generator=None, # for 'stochastic', on x's device
-)->torch.Tensor|float: # same shape and device; x's dtype if that can hold fmt's values, else float32 (or float64); no gradient
+)->torch.Tensor|float: # same shape and device, no gradient; x's dtype if it can hold fmt's values, else float32 or 64
     "Round to a format's values; ValueError or TypeError says what cannot be"
     if isinstance(x, (int, float)) and not isinstance(x, bool):
         return quantize(torch.tensor(x, dtype=torch.float64), fmt, rounding, overflow, subnormals, generator).item()
@@ -204,7 +204,8 @@ def plot_roundings(
     fine = torch.linspace(0, lim, 1921)
     mean = quantize(x.expand(draws, -1), fmt, 'stochastic', generator=g).mean(0)
     ax.plot(x, x, color='#cccccc', lw=7, label='no rounding', solid_capstyle='butt')
-    for r,c in (('nearest', '#0072B2'), ('toward_zero', '#CC79A7')): ax.plot(fine, quantize(fine, fmt, r), color=c, label=r)
+    for r,c in dict(nearest='#0072B2', toward_zero='#CC79A7').items():
+        ax.plot(fine, quantize(fine, fmt, r), color=c, label=r)
     ax.plot(x, mean, '.', color='#D55E00', ms=4, label=f'stochastic, mean of {draws}')
     ax.set(xlabel='input', ylabel='output'); ax.legend()
     return ax
@@ -233,17 +234,18 @@ def check_twice(
     x = f()
     assert x is not None, 'twice() returned nothing: replace the stub with your solution.'
     once, twice = quantize(float(x), 'e4m3'), quantize(quantize(float(x), 'fp16'), 'e4m3')
-    assert once != twice, f'{x!r} becomes {once!r} both ways: try a number a little beside the middle of two E4M3 values.'
+    assert once != twice, f'{x!r} becomes {once!r} both ways: try a number just beside the middle of two E4M3 values.'
 
 # %% ../nbs/02_rounding.ipynb #2cf38a27
 def check_sr_bf16(
     f, # (float32 tensor, int32 noise) -> float32 tensor on BF16's grid
 ):
     "Check exercise 4 of chapter 02"
-    codes = torch.tensor([0x3f800000, 0x3f808000, 0x3f80ffff, 0x7f7fffff, 0x7f800000, 0x7fffffff, 0x7f800001, 0x00000001])
+    codes = torch.tensor([0x3f800000, 0x3f808000, 0x3f80ffff, 0x7f7fffff, 0x7f800000, 0x7fffffff, 0x7f800001, 1])
     x = torch.cat([codes.int().view(torch.float32), -codes.int().view(torch.float32)])
     for n in (0, 0x7fff, 0x8000, 0xffff):
         up = (codes & 0xffff) + n > 0xffff
         want = ((codes & 0xffff0000) + up*0x10000).clamp(max=0x7f7f0000)
-        want = torch.where(codes == 0x7f800000, codes, want).int().view(torch.float32).masked_fill(codes > 0x7f800000, torch.nan)
+        want = torch.where(codes == 0x7f800000, codes, want).int().view(torch.float32)
+        want = want.masked_fill(codes > 0x7f800000, torch.nan)
         expect(f, [((x, torch.full((16,), n, dtype=torch.int32)), torch.cat([want, -want]))])
