@@ -37,6 +37,7 @@ def _to_wide(
     "The values in a format that is at least as wide as FP32"
     return t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True)
 
+# %% ../nbs/07_master.ipynb #55cbd3f5
 def _flat_master(
     ps:list, # the parameters of a group
     i:int, # the group's number, for errors
@@ -108,6 +109,7 @@ def _room(
         if p.grad is None: v.zero_()
     return [None if p.grad is None else v for p,v in zip(ps, views)]
 
+# %% ../nbs/07_master.ipynb #1001fdc9
 def _copy_scaled_(
     to:list, # FP32 tensors of one device
     frm:list, # what is to be copied into them, any float dtype
@@ -172,6 +174,7 @@ def _moved(
     def low(k, v): return _per_element(k, [v], [p]) and v.is_floating_point() and v.dtype.itemsize < 4
     return {k: _to_wide(v) if low(k, v) else v for k,v in state.items()}
 
+# %% ../nbs/07_master.ipynb #0f1b4d07
 def _joined(
     states:list, # one dict for each parameter of a group
     ps:list, # the parameters
@@ -199,7 +202,7 @@ def _parted(
     parts = {k: part(k, v) for k,v in state.items()}
     return [{k: vs[i] for k,vs in parts.items()} for i in range(len(ps))]
 
-# %% ../nbs/07_master.ipynb #fb4a1e45
+# %% ../nbs/07_master.ipynb #2a7828a9
 def _inner(
     opt, # an optimizer; fastai's OptimWrapper holds one of torch's
 ):  # the one that keeps parameters and state
@@ -216,6 +219,7 @@ def _set_groups(
         for g,ps in zip(opt.param_groups, groups): g['params'] = list(ps)
     else: opt.param_lists = type(opt.param_lists)([type(old)(ps) for old,ps in zip(opt.param_lists, groups)])
 
+# %% ../nbs/07_master.ipynb #ec8ed59d
 class MasterHandle:
     "What `use_master` returns: `remove()` gives the optimizer its own parameters back, with the state of the masters"
     def __init__(self,
@@ -362,14 +366,15 @@ def _uncover(
         if old is None: d.pop(name, None)
         else: d[name] = old
 
+# %% ../nbs/07_master.ipynb #972d7370
 def _lend_buffer(
     m:nn.Module, # whose buffer
     name:str, # which
-    cast, # to the lent dtype
+    low:Tensor, # its copy, shared by all that share the buffer
 ): # a function that undoes it
     "A buffer in few bits; a state dict taken meanwhile has all digits"
-    wide, low = m._buffers[name], cast(m._buffers[name])
-    m._buffers[name], fresh = low, low._version
+    wide, fresh = m._buffers[name], low._version
+    m._buffers[name] = low
     def now():
         cur = m._buffers.get(name)
         if cur is None or cur.shape != wide.shape: return None if cur is None else cur.to(wide.dtype)
@@ -383,6 +388,7 @@ def _lend_buffer(
         if name in m._buffers: m._buffers[name] = now()
     return undo
 
+# %% ../nbs/07_master.ipynb #d22e3d6a
 @patch
 def _lend(self:HalfWeights):
     "Make the copies, within autograd, and put them in the way of the originals"
@@ -395,10 +401,12 @@ def _lend(self:HalfWeights):
             held = self._copies.get(id(p))
             if held is None: held = self._copies[id(p)] = p, cast(p), _version(p)
             _put_before(m, name, held[1], self._shadows)
-    with torch.no_grad():
-        for m,name in self._buffers:
-            b = m._buffers.get(name)
-            if b is not None and b.dtype is not self.dtype: self._undo.append(_lend_buffer(m, name, cast))
+    lows = {}
+    for m,name in self._buffers:
+        b = m._buffers.get(name)
+        if b is None or b.dtype is self.dtype: continue
+        if b not in lows: lows[b] = cast(b.detach())
+        self._undo.append(_lend_buffer(m, name, lows[b]))
     for m in self._rnns:
         for n in ('_flat_weights', '_flat_weight_refs'): _put_before(m, n, (), self._shadows)
         m._init_flat_weights()                              # on a GPU it moves the copies into one piece
@@ -421,6 +429,7 @@ def _plain(
     raise ValueError(f'{where} is a {type(x).__name__}, which could not be read back safely: '
                      'give tensors, numbers, strings, None, and dicts, lists and tuples of these.')
 
+# %% ../nbs/07_master.ipynb #7af5b5bd
 def _bare(
     model:nn.Module, # perhaps inside DistributedDataParallel or torch.compile
 )->nn.Module: # the model itself
@@ -430,6 +439,7 @@ def _bare(
         elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)): model = model.module
         else: return model
 
+# %% ../nbs/07_master.ipynb #94551c98
 def _random_states()->dict: # of all generators that a training may draw from
     "Where the random numbers are"
     kind, keys, *rest = np.random.get_state()
@@ -448,7 +458,7 @@ def _set_random_states(
     torch.set_rng_state(rng['torch'])
     if torch.cuda.is_available(): torch.cuda.set_rng_state_all(rng.get('cuda', [])[:torch.cuda.device_count()])
 
-# %% ../nbs/07_master.ipynb #4a717c76
+# %% ../nbs/07_master.ipynb #d2e993a1
 VERSION = 1  # of the file's layout
 
 def _masters(model, opt):
@@ -460,6 +470,7 @@ def _opt_shapes(opt):
     "The shapes that an optimizer was built on, group by group"
     return [[tuple(p.shape) for p in g] for g in _groups(opt)]
 
+# %% ../nbs/07_master.ipynb #be4da15a
 def _fsync_dir(folder):
     "Make a rename last, where the system lets a folder be opened"
     try: fd = os.open(folder, os.O_RDONLY)
@@ -530,6 +541,7 @@ def _read(
     if missing: raise ValueError(f'{path} lacks {", ".join(missing)}. Nothing was loaded.')
     return doc
 
+# %% ../nbs/07_master.ipynb #e5ca57d0
 def _like(t): return f'{t.dtype} of shape {tuple(t.shape)}' if isinstance(t, Tensor) else type(t).__name__
 
 def _difference(
@@ -544,7 +556,7 @@ def _difference(
             return f'{k!r} is {_like(saved[k])} in the file and {_like(v)} in the model'
     return ''
 
-# %% ../nbs/07_master.ipynb #78e6eca5
+# %% ../nbs/07_master.ipynb #e07084a0
 def _check_fits(
     doc:dict, # a file's content
     model:nn.Module, # without wrappers
@@ -566,6 +578,7 @@ def _check_fits(
     if scaler is not None and doc['scaler'] is None: return 'A scaler was given and the file has none.'
     return ''
 
+# %% ../nbs/07_master.ipynb #8f0ee26b
 def _load_opt(
     opt, # of torch's or fastai's kind
     saved:dict, # its state dict, on the CPU
