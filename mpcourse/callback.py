@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COMPUTES', 'DTYPES', 'RECORDED', 'SCHEMES', 'TensorPairs', 'tensor_dls', 'Guard', 'GuardedCallback',
            'native_half_cost', 'compute_context', 'StepHistory', 'MixedPrecisionCB', 'check_trainable', 'CheckpointCB',
-           'quiet_fit', 'as_good_as_fp32']
+           'quiet_fit', 'as_good_as_fp32', 'check_skip_counter', 'check_norm_recorder', 'check_guarded']
 
 # %% ../nbs/09_callback.ipynb #48a5e731
 import random, time
@@ -164,8 +164,8 @@ class MixedPrecisionCB(GuardedCallback):
         self.leave()
         model, device = self.learn.model, next(self.learn.model.parameters()).device
         if self._lent is None or self._lent.model is not model: self._attach(model)
+        self._lent.enter() # before the dispatch mode, which would slow the casts down
         self._ctx = compute_context(self.compute, self.overflow, device)(); self._ctx.__enter__()
-        self._lent.enter()
         self._inputs = self.learn.xb; self.learn.xb = cast(self.learn.xb, self.dtype)
 
     def _attach(self, model):
@@ -176,10 +176,12 @@ class MixedPrecisionCB(GuardedCallback):
     def leave(self):
         "Take back what was lent"
         disarm(self.learn.opt)
-        if self._ctx is None: return
         ctx, self._ctx = self._ctx, None
-        try: self._lent.leave()
-        finally: ctx.__exit__(None, None, None)
+        try:
+            if ctx is not None: ctx.__exit__(None, None, None)
+        finally:
+            if self._lent is not None: self._lent.leave()
+        if ctx is None: return
         if self.learn.xb is not None: self.learn.xb = self._inputs
         self._inputs = None
 
@@ -339,7 +341,8 @@ def quiet_fit(
     **kwargs, # for it
 )->Learner: # itself
     "Train without a progress bar and without a table"
-    with learn.no_bar(), learn.no_logging(): getattr(learn, method)(*args, **kwargs)
+    with learn.removed_cbs([c for c in learn.cbs if c.name == 'progress']), learn.no_logging():
+        getattr(learn, method)(*args, **kwargs)
     return learn
 
 # %% ../nbs/09_callback.ipynb #213bd61c
@@ -354,8 +357,60 @@ def as_good_as_fp32(
     from mpcourse.toys import accuracy, get_toy
     (name, scheme), data = SCHEMES[row], get_toy(SCHEMES[row][0]).data()
     toy = get_toy(name); torch.manual_seed(seed); random.seed(seed); np.random.seed(seed)
-    bs = toy.bs if name == 'cnn' else 64
-    learn = Learner(tensor_dls(data.train, data.valid, bs), toy.model(seed=seed), loss_func=toy.loss_func, lr=1e-2, wd=0., metrics=accuracy)
+    train = data.train if name == 'cnn' else tuple(t[::64] for t in data.train) # windows of text that do not overlap
+    learn = Learner(tensor_dls(train, data.valid, toy.bs), toy.model(seed=seed), loss_func=toy.loss_func, lr=5e-3, wd=0., metrics=accuracy)
     if scheme != 'fp32': learn.to_mixed(StaticScaler(2.**10) if scheme == 'fp16' else None, scheme)
-    quiet_fit(learn, 4 if name == 'cnn' else 2, method='fit_one_cycle')
+    quiet_fit(learn, 4 if name == 'cnn' else 2)
     return dict(zip(('loss', 'acc'), map(float, learn.validate())))
+
+# %% ../nbs/09_callback.ipynb #6ebf0123
+def _tiny_learner(scaler, cbs=()):
+    "A Learner on a few random numbers, in FP16"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        x, y = torch.randn(64, 4), torch.randn(64, 1)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    return Learner(tensor_dls((x, y), (x, y), 16), model, loss_func=nn.functional.mse_loss, lr=.1, cbs=list(cbs)).to_mixed(scaler)
+
+def check_skip_counter(
+    f, # () -> Callback with an attribute n
+):
+    "Check exercise 1 of chapter 09"
+    for scale,want in ((2.**4, 0), (2.**100, 4)):
+        cb = f()
+        assert cb is not None, 'skip_counter returned nothing: replace the stub with your solution.'
+        quiet_fit(_tiny_learner(StaticScaler(scale), [cb]), 1)
+        assert cb.n == want, f'At a scale of {scale:g} your counter says {cb.n}; {want} of 4 steps were skipped.'
+
+# %% ../nbs/09_callback.ipynb #6ac2090d
+def check_norm_recorder(
+    f, # () -> Callback with a list norms
+):
+    "Check exercise 2 of chapter 09"
+    seen = []
+    for scale in (1., 2.**8):
+        cb = f()
+        assert cb is not None, 'norm_recorder returned nothing: replace the stub with your solution.'
+        learn = _tiny_learner(StaticScaler(scale), [cb]); random.seed(0); learn.dls.train.rng.seed(0)
+        quiet_fit(learn, 1); seen.append([float(n) for n in cb.norms])
+    assert [len(s) for s in seen] == [4, 4], f'There were 4 steps, and your list has {len(seen[0])} norms.'
+    a, b = seen[0][0], seen[1][0]
+    assert abs(a - b) < .05*a, f'The first norm is {a:.4g} at scale 1 and {b:.4g} at scale 256: the scale is still in it.'
+
+# %% ../nbs/09_callback.ipynb #ef604572
+def check_guarded(
+    f, # (enter, work, leave) -> result of work
+):
+    "Check exercise 3 of chapter 09"
+    for fails in (None, 'enter', 'work'):
+        log = []
+        def do(name):
+            log.append(name)
+            if name == fails: raise RuntimeError(name)
+            return name
+        try: got = f(lambda: do('enter'), lambda: do('work'), lambda: do('leave'))
+        except RuntimeError as e: got = e
+        want = ['enter', 'leave'] if fails == 'enter' else ['enter', 'work', 'leave']
+        assert got is not None, 'guarded returned nothing: replace the stub with your solution.'
+        assert log == want, f'With a failure in {fails} the calls were {log}; expected {want}.'
+        assert isinstance(got, RuntimeError) == (fails is not None), f'The exception of {fails} was swallowed.'

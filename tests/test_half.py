@@ -7,7 +7,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from mpcourse.emulate import fast_half
 from mpcourse.formats import same_bits
-from mpcourse.half import (NORMS, ClampInfinite, cast, cast_policy, clamp_hooks, clamp_infinite, in_float, is_norm, model_bytes,
+from mpcourse.half import (MIXED, NORMS, ClampInfinite, cast, cast_policy, clamp_hooks, clamp_infinite, in_float, is_norm, model_bytes,
                            model_to_float, model_to_half, norm_hooks, saved_bytes)
 from mpcourse.toys import captions, char_transformer, cnn, cross_entropy, digits, two_towers
 
@@ -78,7 +78,7 @@ def test_a_norm_stays_in_fp32_and_computes_in_it(kind, dtype):
     inside = []
     probe = norm.register_forward_pre_hook(lambda m, args: inside.append(args[0].dtype))
     assert is_norm(norm) and all(t.dtype == S for t in floats(norm).values()) and net[1].weight.dtype == dtype
-    assert same_bits(norm(x), twin(x.float()).to(dtype)) and inside == [S]
+    assert same_bits(norm(x), twin(x.float()).to(dtype)) and inside == [dtype if type(norm) in MIXED else S]
     probe.remove()
     keyword = 'x' if isinstance(norm, (HandRMS, nn.RMSNorm)) else 'input'
     assert same_bits(norm(**{keyword: x}), twin(x.float()).to(dtype))
@@ -132,8 +132,21 @@ def test_hooks_of_others_still_fire_and_see_what_passes_outside():
     assert len(norm._forward_hooks) == 1
 
 
+def grouped():
+    "A net whose norm has to be cast for"
+    return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
+
+
+def test_batchnorm_takes_half_numbers_as_they_are():
+    net = model_to_half(cnn())
+    assert hooks(net) == 0 and net[1].weight.dtype == net[1].running_var.dtype == S and net(rand(4, 1, 8, 8, dtype=H)).dtype == H
+    net[1].register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, out.dtype))); seen = []
+    net(rand(4, 1, 8, 8, dtype=H, scale=3000.))
+    assert seen == [(H, H)] and net[1].running_var.isfinite().all()     # half in, half out, statistics in FP32
+
+
 def test_norm_hooks_handle():
-    net = cnn()
+    net = grouped()
     n = hooks(net)
     handle = norm_hooks(net, B)
     assert hooks(net) > n and net[1](rand(2, 8, 4, 4, dtype=B)).dtype == B
@@ -315,7 +328,7 @@ def test_others_hooks_stay():
 
 @pytest.mark.parametrize('how', ['deepcopy', 'pickle', 'save'])
 def test_a_converted_model_is_copied_with_its_hooks(how):
-    net = model_to_half(cnn())
+    net = model_to_half(grouped())
     if how == 'deepcopy': twin = copy.deepcopy(net)
     elif how == 'pickle': twin = pickle.loads(pickle.dumps(net))
     else:
