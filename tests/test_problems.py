@@ -1,7 +1,5 @@
 "Each failure of chapter 04 against brute force, and its negative: without the cause, no failure"
 import math
-from dataclasses import replace
-from functools import partial
 
 import numpy as np, pytest, torch
 from mpcourse.formats import e4m3, e5m2, fp16, get_format

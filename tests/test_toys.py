@@ -6,7 +6,7 @@ import pytest, torch, torch.nn as nn
 from mpcourse import toys
 from mpcourse.toys import (ALPHABET, NAMES, TOYS, Data, accuracy, batches, captions, char_text, code_hash, cross_entropy, contrastive,
                            digits, encode_text, evaluate, find_studies, fit, get_study, get_toy, half_pass, imagenette, load_study,
-                           mlp, plain_step, predict, relu_mlp, results_dir, run_studies, study, study_current, study_summary,
+                           plain_step, predict, relu_mlp, results_dir, run_studies, study, study_current, study_summary,
                            train_toy, warmup_cosine, windows)
 
 pytestmark = pytest.mark.library
