@@ -13,7 +13,11 @@ from .rounding import *  # noqa: F403
 from .toys import *      # noqa: F403
 from .problems import *  # noqa: F403
 from .emulate import *   # noqa: F403
+from .half import *      # noqa: F403
+from .master import *    # noqa: F403
+from .static import *    # noqa: F403
+from .callback import *  # noqa: F403
 
 # %% ../nbs/92_all.ipynb #a27af561
-MODULES = 'plots formats rounding toys problems emulate'.split()
+MODULES = 'plots formats rounding toys problems emulate half master static callback'.split()
 __all__ = [name for m in MODULES for name in sys.modules[f'mpcourse.{m}'].__all__]

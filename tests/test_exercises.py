@@ -68,6 +68,60 @@ WRONG = {
     'check_multiply_adds': 'lambda f: (f(), 1)[1]',
     # 05: sums in FP32 and rounds once
     'check_unstalled': 'lambda n, k, seed: torch.full((n,), float(k))',
+    # 06: tied weights twice, norms as half, buffers forgotten
+    'check_half_bytes': 'lambda model: sum(2*p.numel() for p in model.parameters())',
+    # 06: a row with no key left attends to all of them
+    'check_safe_weights': 'lambda scores, blocked: scores.masked_fill(blocked, torch.finfo(scores.dtype).min).softmax(-1)',
+    # 06: squares first
+    'check_half_rms': 'lambda x: x/(x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()',
+    # 06: casts the weights, but not what comes in
+    'check_keep_float': 'lambda layer, dtype: layer.float()',
+    # 07: stops one power of two early: forgets that the tie goes to even only at half a spacing
+    'check_stops_at': 'lambda u: u*2**10',
+    # 07: adds in half precision before it goes up
+    'check_add_grads': """
+        def add_grads(model_groups, master_groups, inv_scale):
+            for p, m in zip(sum(model_groups, []), sum(master_groups, [])):
+                if p.grad is None: continue
+                g = (p.grad*inv_scale).float()
+                m.grad = g if m.grad is None else m.grad + g
+                p.grad = None""",
+    # 07: compares before the last rounding
+    'check_lost_by_rounding_twice': 'lambda w, us: (w + sum(us) != w.half().float() + sum(us)).float().mean().item()',
+    # 07: cuts the graph
+    'check_lend': 'lambda lin, x: F.linear(x, lin.weight.detach().half(), lin.bias.detach().half())',
+    # 08: forgets the subnormals, and that what is a little too large still rounds down
+    'check_window': 'lambda lo, hi: (math.ceil(-14 - math.log2(lo)), math.floor(math.log2(65504/hi)))',
+    # 08: takes the scale out in half precision, where it had been put in to avoid just that
+    'check_to_master': 'lambda g, scale: ((g/scale).float(), bool(g.isfinite().all()))',
+    # 08: skips the gradient, and lets weight decay and momentum go on
+    'check_momentum_step': """
+        def momentum_step(w, v, g, lr, mom, wd):
+            ok = bool(g.isfinite().all())
+            v.mul_(mom).add_(g if ok else torch.zeros_like(g)).add_(w, alpha=wd)
+            w.sub_(v, alpha=lr)
+            return ok""",
+    # 09: counts steps, not skipped steps
+    'check_skip_counter': """
+        def skip_counter():
+            class C(Callback):
+                def __init__(self): self.n = 0
+                def after_step(self): self.n += 1
+            return C()""",
+    # 09: before the scale is taken out
+    'check_norm_recorder': """
+        def norm_recorder():
+            class C(Callback):
+                order = 5
+                def __init__(self): self.norms = []
+                def before_step(self): self.norms.append(torch.stack([p.grad.norm() for p in self.model.parameters()]).norm())
+            return C()""",
+    # 09: what fails in enter is never left
+    'check_guarded': """
+        def guarded(enter, work, leave):
+            enter()
+            try: return work()
+            finally: leave()""",
 }
 
 
@@ -88,7 +142,7 @@ CHECKS = checks()
 def answer(source):
     "The function that a source makes"
     names = {'torch': torch, 'F': F, 'math': math, 'np': np}
-    exec('from mpcourse.all import *', names)
+    exec('from mpcourse.all import *; from fastai.basics import Callback', names)
     source = textwrap.dedent(source).strip()
     if not source.startswith('def '): return eval(source, names)
     exec(source, names)
