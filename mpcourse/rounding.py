@@ -48,7 +48,7 @@ def _round_to_grid(
     fmt:FloatFormat, # the target
     rounding:str, # one of ROUNDINGS
     generator:torch.Generator=None, # for 'stochastic'
-)->torch.Tensor: # like x, on the grid that fmt would have if its exponents had no upper end
+)->torch.Tensor: # like x, multiples of fmt's step; beyond its range, of the last octave's step
     "Round to the multiples of the step"
     step = _grid_step(x, fmt); q = x/step
     if rounding == 'nearest': q = q.round_()

@@ -178,7 +178,7 @@ def test_bit_html_tells_the_truth():
 
 def test_bit_explorer_moves_and_answers_nonsense_with_a_sentence():
     e = F.bit_explorer('1', 'fp16', 'e4m3')
-    before = e.out.value
+    e.controls['power'].value = 0; before = e.out.value
     e.controls['power'].value = -24
     assert e.out.value != before and '5.960464477539063e-08' in e.out.value and 'underflow' in e.out.value
     e.controls['number'].value = 'nonsense'
