@@ -164,8 +164,8 @@ class MixedPrecisionCB(GuardedCallback):
         self.leave()
         model, device = self.learn.model, next(self.learn.model.parameters()).device
         if self._lent is None or self._lent.model is not model: self._attach(model)
+        self._lent.enter() # before the dispatch mode, which would slow the casts down
         self._ctx = compute_context(self.compute, self.overflow, device)(); self._ctx.__enter__()
-        self._lent.enter()
         self._inputs = self.learn.xb; self.learn.xb = cast(self.learn.xb, self.dtype)
 
     def _attach(self, model):
@@ -176,10 +176,12 @@ class MixedPrecisionCB(GuardedCallback):
     def leave(self):
         "Take back what was lent"
         disarm(self.learn.opt)
-        if self._ctx is None: return
         ctx, self._ctx = self._ctx, None
-        try: self._lent.leave()
-        finally: ctx.__exit__(None, None, None)
+        try:
+            if ctx is not None: ctx.__exit__(None, None, None)
+        finally:
+            if self._lent is not None: self._lent.leave()
+        if ctx is None: return
         if self.learn.xb is not None: self.learn.xb = self._inputs
         self._inputs = None
 
@@ -339,7 +341,8 @@ def quiet_fit(
     **kwargs, # for it
 )->Learner: # itself
     "Train without a progress bar and without a table"
-    with learn.no_bar(), learn.no_logging(): getattr(learn, method)(*args, **kwargs)
+    with learn.removed_cbs([c for c in learn.cbs if c.name == 'progress']), learn.no_logging():
+        getattr(learn, method)(*args, **kwargs)
     return learn
 
 # %% ../nbs/09_callback.ipynb #213bd61c
@@ -355,7 +358,7 @@ def as_good_as_fp32(
     (name, scheme), data = SCHEMES[row], get_toy(SCHEMES[row][0]).data()
     toy = get_toy(name); torch.manual_seed(seed); random.seed(seed); np.random.seed(seed)
     bs = toy.bs if name == 'cnn' else 64
-    learn = Learner(tensor_dls(data.train, data.valid, bs), toy.model(seed=seed), loss_func=toy.loss_func, lr=1e-2, wd=0., metrics=accuracy)
+    learn = Learner(tensor_dls(data.train, data.valid, bs), toy.model(seed=seed), loss_func=toy.loss_func, lr=5e-3, wd=0., metrics=accuracy)
     if scheme != 'fp32': learn.to_mixed(StaticScaler(2.**10) if scheme == 'fp16' else None, scheme)
-    quiet_fit(learn, 4 if name == 'cnn' else 2, method='fit_one_cycle')
+    quiet_fit(learn, 4 if name == 'cnn' else 2)
     return dict(zip(('loss', 'acc'), map(float, learn.validate())))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FLOOR', 'CEILING', 'RATES', 'EXPONENTS', 'WINDOW', 'check_scale', 'Observation', 'reduce', 'Handle', 'LossScaler',
            'StaticScaler', 'count_wanted', 'unscale_', 'StepOutcome', 'named_gradients', 'master_gradients', 'judge',
-           'skips_itself', 'arm', 'disarm', 'take_step', 'check_first_loss', 'MixedStep', 'scale_window',
+           'skips_itself', 'arm', 'disarm', 'take_step', 'check_first_loss', 'check_dense', 'MixedStep', 'scale_window',
            'check_window', 'check_to_master', 'check_momentum_step']
 
 # %% ../nbs/08_static.ipynb #974c6b00
@@ -106,6 +106,7 @@ def scale_loss(self:LossScaler,
 ): # the same, times the scale, float32
     "Multiply a loss by the scale; ValueError if it is no scalar"
     if isinstance(loss, dict): return {k: self.scale_loss(v) for k,v in loss.items()}
+    if hasattr(loss, '_make'): return loss._make(self.scale_loss(l) for l in loss)    # a named tuple
     if isinstance(loss, (list, tuple)): return type(loss)(self.scale_loss(l) for l in loss)
     if loss.numel() != 1:
         raise ValueError(f'A loss is one number; got a tensor of shape {tuple(loss.shape)}: take its mean or its sum first.')
@@ -117,8 +118,9 @@ def inv_scale(self:LossScaler,
     name:str=None, # of a parameter; one scale for all unless a subclass says otherwise
 )->Tensor: # 0-dim float32
     "What the gradients of a parameter are multiplied by; the inverse is taken in FP64, as torch and Megatron do"
-    if self._inverse is None: self._inverse = self.scale.double().reciprocal().float()
-    return self._inverse
+    now = self.scale._version # a scale that was changed in place has another inverse
+    if self._inverse is None or self._inverse[0] != now: self._inverse = now, self.scale.double().reciprocal().float()
+    return self._inverse[1]
 
 @patch(as_prop=True)
 def lowest(self:LossScaler)->float:
@@ -145,10 +147,14 @@ def load_state_dict(self:LossScaler,
     if state.get('policy') != type(self).__name__:
         raise ValueError(f'This is the state of {state.get("policy", "no policy of ours")!r}, not of {type(self).__name__!r}: '
                          'load it into a scaler of its own kind.')
+    missing = [n for n in ('version', *self.state_names) if n not in state]
+    if missing: raise ValueError(f'The state lacks {", ".join(missing)}: it is incomplete.')
     if state['version'] > self.version:
         raise ValueError(f'The state has version {state["version"]}, this library knows up to {self.version}: upgrade mpcourse.')
-    if missing := [n for n in self.state_names if n not in state]: raise ValueError(f'The state lacks {", ".join(missing)}: it is incomplete.')
-    check_scale(float(state['scale']))
+    shapes = {n: tuple(getattr(self, n).shape) for n in self.state_names}
+    for n,shape in shapes.items():
+        if tuple(getattr(state[n], 'shape', 'x')) != shape: raise ValueError(f'{n} is {state[n]!r} in the state, not a tensor of shape {shape}.')
+    self.init_scale = min(self.init_scale, check_scale(float(state['scale'])))
     for n in self.state_names: setattr(self, n, state[n].detach().clone().to(getattr(self, n)))
 
 # %% ../nbs/08_static.ipynb #5c66d460
@@ -197,7 +203,7 @@ def unscale_(
         if new: torch._foreach_copy_(*map(list, zip(*new)))
         flag, inv = torch.zeros((), device=masters[0].device), inv.to(masters[0].device)
         torch._amp_foreach_non_finite_check_and_unscale_(masters, flag, inv)
-        may_grow = scaler.lowest < 1 and any(g.dtype != torch.float16 for g in grads)
+        may_grow = scaler.lowest < 1 and not all(g.dtype == torch.float16 != m.dtype for g,m in zip(grads, masters))
         if may_grow: torch._amp_foreach_non_finite_check_and_unscale_(masters, flag, torch.ones_like(inv))
         found += flag.to(home)
     return Observation(names, torch.stack([found, *counts]))
@@ -270,8 +276,11 @@ def judge(
 def skips_itself(
     opt, # a torch or fastai optimizer
 )->bool:
-    "Can this optimizer skip a step by a tensor (torch's fused ones can)?"
-    return getattr(getattr(opt, 'opt', opt), '_step_supports_amp_scaling', False)
+    "Can this optimizer skip its next step by a tensor? torch's fused ones can, but a first step of SGD, whose momentum would be left unset"
+    inner = getattr(opt, 'opt', opt)
+    unset = isinstance(inner, torch.optim.SGD) and any(
+        inner.state.get(p, {}).get('momentum_buffer') is None for g in inner.param_groups if g['momentum'] for p in g['params'] if p.grad is not None)
+    return getattr(inner, '_step_supports_amp_scaling', False) and not unset
 
 def arm(
     opt, # one that `skips_itself`
@@ -309,6 +318,14 @@ def check_first_loss(
         raise FloatingPointError(f'The loss of batch {batch} is {loss.detach().flatten()[0].item()} before any step was taken and before scaling: '
                                  'look at this batch and at the model in FP32, no loss scale can mend it.')
 
+def check_dense(
+    model:nn.Module, # to be trained in half precision
+):
+    "ValueError where a layer makes sparse gradients, which cannot be taken to FP32"
+    for n,m in model.named_modules():
+        if getattr(m, 'sparse', False) is True and any(p.requires_grad for p in m.parameters()):
+            raise ValueError(f'The gradient of {n or type(m).__name__} is sparse, which cannot be unscaled: take sparse=False.')
+
 class MixedStep:
     "A step for `toys.fit`: forward and backward on lent half weights, the loss in FP32, any scaler"
     def __init__(self,
@@ -323,12 +340,13 @@ class MixedStep:
 
     def backward(self, model, xb, yb, loss_func):
         "Loss and scaled gradients of a batch; the loss comes back unscaled, in FP32"
-        first = self.lent is None or self.lent.model is not model
-        if first: self.lent = HalfWeights(model, self.dtype)
+        if self.lent is None or self.lent.model is not model:
+            check_dense(model)
+            self.lent, self.outcome = HalfWeights(model, self.dtype), None
         with self.compute(), self.lent:
             xb = cast(xb, self.dtype); pred = model(*xb) if isinstance(xb, tuple) else model(xb)
             loss = loss_func(cast(pred, torch.float32), yb)
-            if first: check_first_loss(loss)
+            if self.outcome is None: check_first_loss(loss)
             self.scaler.scale_loss(loss).backward()
         return loss.detach()
 
@@ -336,7 +354,7 @@ class MixedStep:
         opt.zero_grad()
         loss, named = self.backward(model, xb, yb, loss_func), named_gradients(opt, model)
         self.outcome = judge(named, self.scaler, self.group)
-        if self.clip: nn.utils.clip_grad_norm_([g for _,_,g in named], self.clip)
+        if self.clip: nn.utils.clip_grad_norm_(model.parameters(), self.clip)
         take_step(opt, self.outcome)
         return dict(loss=loss, scale=self.outcome.scale, skipped=self.outcome.flag > 0)
 
