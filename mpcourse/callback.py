@@ -310,7 +310,9 @@ def fit_shape(
     "What has to be the same for a fit to go on"
     train, at = learn.dls.train, (0., .1, .3, .6, 1.)
     plans = {n: [np.asarray(f(p)).tolist() for p in at] for cb in learn.cbs if isinstance(cb, ParamScheduler) for n,f in cb.scheds.items()}
-    return dict(epochs=learn.n_epoch, batches=len(train), examples=len(train.dataset), schedule=plans,
+    opt = getattr(learn.opt, 'opt', learn.opt)
+    kind = [type(opt).__name__, *(getattr(f, 'func', f).__name__ for f in getattr(opt, 'cbs', []))] # fastai's are one class with different steps
+    return dict(epochs=learn.n_epoch, batches=len(train), examples=len(train.dataset), optimizer=kind, schedule=plans,
                 lr=[float(h['lr']) for h in learn.opt.hypers], wd=[float(h.get('wd', 0.)) for h in learn.opt.hypers])
 
 def _named_cbs(learn):
