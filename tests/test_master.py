@@ -835,7 +835,7 @@ BAD = {'cut in half': lambda p: p.write_bytes(p.read_bytes()[:len(p.read_bytes()
        'empty': lambda p: p.write_bytes(b''), 'text': lambda p: p.write_text('hello'), 'a flipped bit': flip,
        'a pickle': lambda p: p.write_bytes(pickle.dumps({'format': 1})), 'code': lambda p: torch.save(print, p),
        'a state dict': lambda p: torch.save(small().state_dict(), p), 'a list': lambda p: torch.save([1], p),
-       'of the future': edited(version=2), **{f'without {k}': without(k) for k in (*M.PARTS, 'version', 'format')},
+       'of the future': edited(version=2), **{f'without {k}': without(k) for k in (*M.FILE_PARTS, 'version', 'format')},
        'another kind': edited(opt=[]), 'a weight less': edited(model=lambda d: drop(d, '0.weight')),
        'half weights': edited(model=lambda d: {k: v.half() for k,v in d.items()}),
        'a larger model': other_model(grown), 'a wider one': other_model(wider), 'another optimizer': edited(opt_kind='SGD'),
