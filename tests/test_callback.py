@@ -5,17 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
-from fastai.basics import Adam, Callback, CancelBatchException, CancelFitException, DataLoaders, Learner, OptimWrapper, SGD, load_learner
-from fastai.callback.all import GradientAccumulation, GradientClip, MixedPrecision, ParamScheduler, SaveModelCallback
-import fastai.callback.schedule
+from fastai.basics import Adam, Callback, CancelBatchException, CancelFitException, Learner, OptimWrapper, SGD, load_learner
+from fastai.callback.all import GradientAccumulation, GradientClip, SaveModelCallback
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mpcourse.callback as C
-from mpcourse.callback import CheckpointCB, MixedPrecisionCB, StepHistory, TensorPairs, compute_context, quiet_fit, tensor_dls
+from mpcourse.callback import CheckpointCB, MixedPrecisionCB, StepHistory, quiet_fit, tensor_dls
 from mpcourse.emulate import fast_half
 from mpcourse.formats import same_bits
 from mpcourse.master import save_training_state
-from mpcourse.static import Handle, LossScaler, StaticScaler
+from mpcourse.static import Handle, StaticScaler
 
 pytestmark = pytest.mark.library
 H, B, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -988,7 +987,7 @@ def outcome(learn):
 
 def killed(names, folder):
     "In a child each: train until the kill"
-    learner().model(*data()[:1])                        # what is slow the first time, once for all
+    import torch._dynamo  # noqa: F401                  # optimizers import it at their first step: once for all
     for run in names:
         for i,kill in enumerate(RUNS[run]['kill']):
             if not (pid := os.fork()):
@@ -1029,7 +1028,7 @@ def interrupted(file, at=5, every=2, n=3, opt='adam', **kw):
     "A Learner whose fit ended with Ctrl-C, and a checkpoint"
     learn = learner(opt, cbs=[CheckpointCB(file, every=every), At('after_batch', ctrl_c, when=at_iter(at), order=90)], **kw)
     with pytest.raises(KeyboardInterrupt): fit(learn, n)
-    return learn
+    return learn.remove_cb(At)
 
 
 def test_a_checkpoint_every_so_many_steps(tmp_path):
