@@ -345,7 +345,8 @@ def record(
     "Losses, rates and the metrics' sums until now"
     rec = getattr(learn, 'recorder', None)
     if rec is None: return {}
-    return {n: list(getattr(rec, n)) for n in RECORDED} | dict(mets=[_sums(m) for m in (rec.smooth_loss, *learn.metrics)])
+    sums = [_sums(m) for m in (rec.smooth_loss, *learn.metrics)]
+    return {n: list(getattr(rec, n)) for n in RECORDED} | dict(mets=sums)
 
 def put_record(
     learn:Learner, # in a fit
@@ -394,10 +395,10 @@ class CheckpointCB(Callback):
     def _check_same_fit(self, was):
         "Refuse a file of another fit"
         if was is None:
-            raise ValueError(f'{self.path} was not written by a CheckpointCB: give it another path. Nothing was loaded.')
+            raise ValueError(f'{self.path} was not written by a CheckpointCB: give another path. Nothing was loaded.')
         other = [f'{k} was {was.get(k)}, is {v}' for k,v in self._shape.items() if was.get(k) != v]
-        if other: raise ValueError(f'{self.path} belongs to another fit: {", ".join(other)}. Fit with the same arguments, '
-                                   'or give CheckpointCB another path. Nothing was loaded.')
+        if other: raise ValueError(f'{self.path} belongs to another fit: {", ".join(other)}. Fit with the same '
+                                   'arguments, or give CheckpointCB another path. Nothing was loaded.')
 
     def before_epoch(self):
         "Pass over complete epochs"

@@ -277,7 +277,7 @@ def judge(
 def skips_itself(
     opt, # a torch or fastai optimizer
 )->bool:
-    "Can this optimizer skip its next step by a tensor? torch's fused ones can; but SGD's first would leave momentum unset"
+    "Can this optimizer skip its next step by a tensor? torch's fused ones can, but for a first step of SGD with momentum"
     inner = getattr(opt, 'opt', opt)
     if not getattr(inner, '_step_supports_amp_scaling', False): return False
     if not isinstance(inner, torch.optim.SGD): return True

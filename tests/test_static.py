@@ -12,8 +12,8 @@ from mpcourse.emulate import fast_half
 from mpcourse.formats import same_bits
 from mpcourse.half import model_to_half
 from mpcourse.master import get_master, to_master_grads, to_model_params, use_master
-from mpcourse.static import (CEILING, FLOOR, LossScaler, MixedStep, Observation, StaticScaler, StepOutcome, arm, check_first_loss,
-                             check_scale, count_wanted, disarm, judge, master_gradients, named_gradients, reduce, skips_itself,
+from mpcourse.static import (CEILING, FLOOR, LossScaler, MixedStep, Observation, StaticScaler, StepOutcome, arm, refuse_bad_loss,
+                             valid_scale, count_wanted, disarm, judge, master_gradients, named_gradients, reduce, skips_itself,
                              take_step, unscale_)
 
 pytestmark = pytest.mark.library
@@ -85,7 +85,7 @@ def test_a_scale_that_cannot_work_is_refused_with_its_value(s):
 
 @pytest.mark.parametrize('s', [3., 1000, .3, 2.**10 + 1])
 def test_a_scale_that_is_no_power_of_two_warns_and_names_one(s):
-    with pytest.warns(UserWarning, match='not a power of two') as w: assert check_scale(s) == s
+    with pytest.warns(UserWarning, match='not a power of two') as w: assert valid_scale(s) == s
     assert f'{2.**np.floor(np.log2(s)):g}' in str(w[0].message)
 
 
@@ -663,7 +663,7 @@ def test_a_loss_that_is_nan_before_the_first_step_is_said_and_nothing_moves():
     was = [p.detach().clone() for p in net.parameters()]
     x[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match='loss of batch 0 is nan before any step'): step(net, x, y, opt, F.cross_entropy)
-    with pytest.raises(FloatingPointError, match='loss of batch 7 is inf'): check_first_loss(torch.tensor(torch.inf), 7)
+    with pytest.raises(FloatingPointError, match='loss of batch 7 is inf'): refuse_bad_loss(torch.tensor(torch.inf), 7)
     assert all(same_bits(p.detach(), w) for p,w in zip(net.parameters(), was)) and not opt.state and {p.dtype for p in net.parameters()} == {F32}
     assert net[0].weight.grad is None
     with pytest.raises(FloatingPointError): step(net, x, y, opt, F.cross_entropy)       # no step yet, so it is still said
