@@ -752,7 +752,7 @@ def test_to_mixed_again_replaces():
 def test_two_at_once_are_refused():
     learn = learner()
     first, second = learn.mixed_precision_cb, MixedPrecisionCB(StaticScaler())
-    with pytest.raises(ValueError, match='already has a MixedPrecisionCB: remove it first'): learn.add_cb(second)
+    with pytest.raises(ValueError, match='has a MixedPrecisionCB already: remove it'): learn.add_cb(second)
     assert learn.mixed_precision_cb is first and second not in learn.cbs and second.learn is None and learn._do_one_batch.cb is first
     with pytest.raises(ValueError, match='already has'): fit(learn, 1, cbs=second)
     fit(learn, 1)
