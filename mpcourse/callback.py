@@ -25,8 +25,8 @@ from torch import nn
 from .emulate import fast_half
 from .half import cast
 from .master import HalfWeights, load_training_state, _random_states, _read, _set_random_states, save_training_state
-from .static import (LossScaler, StaticScaler, arm, refuse_sparse, refuse_bad_loss, disarm, judge, named_gradients,
-                             skips_itself)
+from .static import (LossScaler, StaticScaler, arm, disarm, judge, named_gradients, parameter_names,
+                             refuse_bad_loss, refuse_sparse, skips_itself)
 from .toys import study
 
 # %% ../nbs/09_callback.ipynb #4792319e
@@ -66,6 +66,11 @@ class Guard:
 # %% ../nbs/09_callback.ipynb #0e1783b0
 class GuardedCallback(Callback):
     "A callback that is attached to each batch of its Learner by a `Guard`"
+    def __setattr__(self, name, value):
+        "fastai looks each name up in the Learner, to warn of shadows; private ones, set in every batch, go by"
+        if name[0] == '_': self.__dict__[name] = value
+        else: super().__setattr__(name, value)
+
     @property
     def learn(self): return self.__dict__.get('_learn')
 
@@ -188,33 +193,42 @@ class MixedPrecisionCB(GuardedCallback):
         compute_context(compute, overflow, torch.device('meta')) # refuses what cannot be
         self.history, self.last_outcome = StepHistory(), None
         self._lent = self._ctx = self._inputs = self._kept = self._hooks = None
-        self._fresh, self._scaled, self._known = True, False, []
+        self._fresh, self._scaled, self._known, self._names = True, False, [], {}
 
     def enter(self):
         "Lend half weights and inputs, for this batch"
         self.leave()
-        model, device = self.learn.model, next(self.learn.model.parameters()).device
+        model = self.learn.model
         if self._lent is None or self._lent.model is not model: self._attach(model)
         self._lent.enter() # before the dispatch mode, which would slow the casts down
-        self._ctx = compute_context(self.compute, self.overflow, device)(); self._ctx.__enter__()
-        self._inputs = self.learn.xb; self.learn.xb = cast(self.learn.xb, self.dtype)
+        self._inputs, self.learn.xb = (self.learn.xb,), cast(self.learn.xb, self.dtype)
+        self._emulate()
+
+    def _emulate(self):
+        "Enter the context of forward and backward"
+        device = next(self.learn.model.parameters()).device
+        self._ctx = compute_context(self.compute, self.overflow, device)()
+        self._ctx.__enter__()
+
+    def _pause(self):
+        "Leave it: the loss is FP32 and needs none"
+        ctx, self._ctx = self._ctx, None
+        if ctx is not None: ctx.__exit__(None, None, None)
 
     def _attach(self, model):
         "Get to know a model"
         if self._hooks is not None: self._hooks.remove()
         self._lent, self._hooks = HalfWeights(model, self.dtype), self.scaler.attach(model)
-        self._known = list(model.modules())
+        self._known, self._names = list(model.modules()), parameter_names(model)
 
     def leave(self):
         "Take back what was lent"
         if self.learn is not None: disarm(self.learn.opt)
-        ctx, self._ctx = self._ctx, None
-        try:
-            if ctx is not None: ctx.__exit__(None, None, None)
+        try: self._pause()
         finally:
             if self._lent is not None: self._lent.leave()
-        if ctx is None: return
-        if self.learn.xb is not None: self.learn.xb = self._inputs
+        if self._inputs is None: return
+        if self.learn.xb is not None: self.learn.xb, = self._inputs
         self._inputs = None
 
     def before_fit(self):
@@ -233,6 +247,7 @@ class MixedPrecisionCB(GuardedCallback):
 
     def after_pred(self):
         "The loss is computed in FP32"
+        self._pause()
         self.learn.pred = cast(self.learn.pred, torch.float32)
 
     def before_backward(self):
@@ -240,6 +255,7 @@ class MixedPrecisionCB(GuardedCallback):
         if self._fresh: refuse_bad_loss(self.learn.loss_grad, self.learn.iter)
         self.learn.loss_grad = self.scaler.scale_loss(self.learn.loss_grad)
         self._fresh, self._scaled = False, True
+        self._emulate()
 
     def after_backward(self):
         "The optimizer, and everybody after it, sees FP32"
@@ -247,7 +263,7 @@ class MixedPrecisionCB(GuardedCallback):
 
     def before_step(self):
         "Unscale, observe, decide"
-        self.last_outcome = judge(named_gradients(self.learn.opt, self.learn.model), self.scaler, self._ranks())
+        self.last_outcome = judge(named_gradients(self.learn.opt, self._names), self.scaler, self._ranks())
         self.history.add(self.last_outcome)
         if skips_itself(self.learn.opt): arm(self.learn.opt, self.last_outcome)
         elif not self.last_outcome.stepped: raise CancelStepException

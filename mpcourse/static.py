@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FLOOR', 'CEILING', 'RATES', 'EXPONENTS', 'WINDOW', 'valid_scale', 'Observation', 'reduce', 'Handle', 'LossScaler',
-           'StaticScaler', 'count_wanted', 'unscale_', 'StepOutcome', 'named_gradients', 'master_gradients', 'judge',
-           'skips_itself', 'arm', 'disarm', 'take_step', 'refuse_bad_loss', 'refuse_sparse', 'MixedStep',
-           'scale_window', 'check_window', 'check_to_master', 'check_momentum_step']
+           'StaticScaler', 'count_wanted', 'unscale_', 'StepOutcome', 'parameter_names', 'named_gradients',
+           'master_gradients', 'judge', 'skips_itself', 'arm', 'disarm', 'take_step', 'refuse_bad_loss',
+           'refuse_sparse', 'MixedStep', 'scale_window', 'check_window', 'check_to_master', 'check_momentum_step']
 
 # %% ../nbs/08_static.ipynb #974c6b00
 import warnings
@@ -240,14 +240,20 @@ class StepOutcome:
                 f'The next scale is {self.next_scale.item():g}.')
 
 # %% ../nbs/08_static.ipynb #5c5dde46
+def parameter_names(
+    model:nn.Module, # any
+)->dict: # id of a parameter -> its first name
+    "Names by parameter, to be looked up many times"
+    return {id(p): n for n,p in model.named_parameters()}
+
 def _namer(model):
     "A function (parameter, group, position) -> name"
-    names = {} if model is None else {id(p): n for n,p in model.named_parameters()}
+    names = {} if model is None else model if isinstance(model, dict) else parameter_names(model)
     return lambda p, i, j: names.get(id(p), f'group {i}, parameter {j}')
 
 def named_gradients(
     opt, # a torch or fastai optimizer
-    model:nn.Module=None, # gives the parameters their names
+    model:nn.Module|dict=None, # gives the parameters their names; or what `parameter_names` made of it
 )->list: # (name, gradient, gradient) triples for `unscale_`, of the parameters that have one
     "The gradients that an optimizer is about to use"
     groups = opt.param_lists if hasattr(opt, 'param_lists') else [g['params'] for g in opt.param_groups]
