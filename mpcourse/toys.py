@@ -174,7 +174,7 @@ def deep_sigmoid(
     width: int = 64,  # features of a hidden layer
     depth: int = 8,   # linear layers
 ) -> nn.Sequential: # images (N, 1, 8, 8) to logits (N, 10)
-    "The net that fails on demand: each sigmoid shrinks the gradient by about 2^3"
+    "The net that fails on demand: each sigmoid layer shrinks the gradient about eightfold (chapter 04)"
     return mlp([64] + [width]*(depth-1) + [10], nn.Sigmoid, seed, device)
 
 # %% ../nbs/03_toys.ipynb #72c1ba8a
@@ -258,7 +258,7 @@ class TwoTowers(nn.Module):
         act=nn.Sigmoid,   # the picture tower's activation
     ):
         super().__init__()
-        self.image = mlp([64] + [width]*(depth-1) + [d], act, seed=torch.initial_seed())
+        self.image = mlp([64] + [width]*(depth-1) + [d], act, seed=torch.initial_seed())  # `seeded` has set it
         self.chars = nn.Embedding(len(ALPHABET), 16)
         self.words = nn.Sequential(nn.Flatten(), nn.Linear(5*16, width), nn.ReLU(), nn.Linear(width, d))
         self.log_scale = nn.Parameter(torch.tensor(math.log(1/0.07)))  # CLIP's temperature, learned
@@ -292,7 +292,7 @@ def contrastive(
     right = right[right.sum(1) > 0]
     share = right / right.sum(1, keepdim=True)
     logp = pred.T[y.bincount(minlength=pred.shape[1]) > 0].log_softmax(1)
-    back = -(share * (logp - share.clamp_min(1e-4).log())).sum(1).mean() # a KL divergence: 0 is reachable
+    back = -(share * (logp - share.clamp_min(1e-4).log())).sum(1).mean() # KL divergence: less the targets' entropy
     return (F.cross_entropy(pred, y) + back) / 2
 
 # %% ../nbs/03_toys.ipynb #5d3a4566
