@@ -94,6 +94,7 @@ class GuardedCallback(Callback):
     def abandon(self): "When an exception ends a batch"
     def depart(self): "Before the callback is taken from its Learner"
 
+# %% ../nbs/09_callback.ipynb #d2457219
 def in_fit(
     learn:Learner, # which runs
 )->bool:
@@ -350,6 +351,7 @@ def fit_shape(
     return dict(epochs=learn.n_epoch, batches=len(train), examples=len(train.dataset), optimizer=kind, schedule=plans,
                 lr=[float(h['lr']) for h in learn.opt.hypers], wd=[float(h.get('wd', 0.)) for h in learn.opt.hypers])
 
+# %% ../nbs/09_callback.ipynb #dff6ce8c
 def _named_cbs(learn):
     "(name, callback) of all but those whose state is kept in a way of its own"
     cbs = [cb for cb in learn.cbs if not isinstance(cb, (CheckpointCB, Recorder))]
