@@ -534,7 +534,7 @@ def as_good_as_fp32(
     learn = Learner(dls, model, loss_func=toy.loss_func, lr=5e-3, wd=0., metrics=accuracy)
     if scheme != 'fp32': learn.to_mixed(StaticScaler(2.**10) if scheme == 'fp16' else None, scheme)
     quiet_fit(learn, 4 if name == 'cnn' else 2)
-    return dict(zip(('loss', 'acc'), map(float, learn.validate())))
+    return dict(zip(('loss', 'acc'), learn.recorder.values[-1][1:]))
 
 # %% ../nbs/09_callback.ipynb #6ebf0123
 def _tiny_learner(scaler, cbs=()):
