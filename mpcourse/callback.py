@@ -568,6 +568,7 @@ def check_norm_recorder(
         learn = _tiny_learner(StaticScaler(scale), [cb]); random.seed(0); learn.dls.train.rng.seed(0)
         quiet_fit(learn, 1); seen.append([float(n) for n in cb.norms])
     assert [len(s) for s in seen] == [4, 4], f'There were 4 steps, and your list has {len(seen[0])} norms.'
+    assert len(set(seen[0])) > 1, f'All your norms are {seen[0][0]:.4g}: those of four batches differ.'
     a, b = seen[0][0], seen[1][0]
     assert abs(a - b) < .05*a, f'The first norm is {a:.4g} at scale 1 and {b:.4g} at scale 256: the scale is in it.'
 
@@ -588,3 +589,4 @@ def check_guarded(
         assert got is not None, 'guarded returned nothing: replace the stub with your solution.'
         assert log == want, f'With a failure in {fails} the calls were {log}; expected {want}.'
         assert isinstance(got, RuntimeError) == (fails is not None), f'The exception of {fails} was swallowed.'
+        assert fails or got == 'work', f'It returned {got!r}; work had returned {"work"!r}.'

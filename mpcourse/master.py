@@ -13,9 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-import torch
-import torch.nn as nn
+import numpy as np, torch, torch.nn as nn
 from fastcore.basics import patch
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcourse.emulate import fast_half
 from mpcourse.formats import same_bits
-from mpcourse.half import model_to_float, model_to_half
+from mpcourse.half import model_to_half
 from mpcourse.master import (HalfWeights, get_master, load_training_state, save_training_state, to_master_grads, to_model_params,
                              use_master)
 import mpcourse.master as M
@@ -585,7 +585,7 @@ def test_compile_recognises_the_copies(backend):
     import torch._dynamo as dynamo
     from torch._dynamo.utils import counters
     dynamo.reset(), counters.clear()
-    net, want = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), []
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     compiled, hw, seen, opt = torch.compile(net, backend=backend), HalfWeights(net), [], torch.optim.SGD(net.parameters(), lr=.1)
     for _ in range(4):
         x = torch.randn(3, 8)
@@ -736,7 +736,7 @@ def test_torchs_grad_scaler_and_frozen_layers(tmp_path):
     net, scaler = small(), torch.amp.GradScaler('cpu', init_scale=2.**7)
     net[0].requires_grad_(False)
     scaler.scale(torch.ones(1))
-    save_training_state(tmp_path/'s.pt', net, opt := make_opt('adamw', net), scaler)
+    save_training_state(tmp_path/'s.pt', net, make_opt('adamw', net), scaler)
     other, new = small(1), torch.amp.GradScaler('cpu')
     load_training_state(tmp_path/'s.pt', other, make_opt('adamw', other), new)
     assert new.get_scale() == 2.**7 and not other[0].weight.requires_grad and other[3].weight.requires_grad
