@@ -42,12 +42,20 @@ def for_site(nb):
     return nb
 
 
+def html_alone(nb):
+    "The front page in one format: Quarto loses the Markdown twin of an index that has figures and a name from nbdev"
+    nb.cells[0].source += '\n\n- format: html'
+    return nb
+
+
 def copy_project(tmp, out):
     "The project with its executed notebooks"
     for f in ('settings.ini', 'setup.py', 'pyproject.toml', '_quarto.yml', 'LICENSE'): shutil.copy(ROOT/f, tmp)
     shutil.copytree(ROOT/'mpcourse', tmp/'mpcourse', ignore=shutil.ignore_patterns('__pycache__'))
     shutil.copytree(ROOT/'nbs', tmp/'nbs', symlinks=True, ignore=shutil.ignore_patterns('*.ipynb', '.ipynb_checkpoints', '_proc'))
-    for ch in chapters(ROOT/'nbs'): nbformat.write(for_site(executed(ch, out)), tmp/'nbs'/ch.path.name)
+    for ch in chapters(ROOT/'nbs'):
+        nb = for_site(executed(ch, out))
+        nbformat.write(html_alone(nb) if ch.path.name == 'index.ipynb' else nb, tmp/'nbs'/ch.path.name)
     shutil.copy(ROOT/'README.md', tmp)  # after the notebooks: nbdev then leaves it alone
 
 
