@@ -174,15 +174,16 @@ def run_all_cells(page, url, name):
     "Open a notebook in JupyterLab and run it to its end"
     page.goto(f'{url}/lab/tree/{name}?reset')
     page.wait_for_selector(IDLE, timeout=90_000)
-    for attempt in range(4):  # a menu that is clicked while JupyterLab still settles may close again
-        if page.locator('.jp-Dialog').count():
-            print('JupyterLab asks:', page.locator('.jp-Dialog').first.inner_text())
-            page.locator('.jp-Dialog .jp-mod-accept').first.click()
-        page.get_by_role('menuitem', name='Run', exact=True).click()
-        page.get_by_text('Run All Cells', exact=True).first.click()
-        try: page.wait_for_function(STARTED, timeout=15_000); break
+    # JupyterLab may ask something at any moment: whatever it is, accept it, also when it comes between two clicks
+    page.add_locator_handler(page.locator('.jp-Dialog .jp-mod-accept').first, lambda button: button.click())
+    for attempt in range(6):  # a menu that is clicked while JupyterLab still settles may close again
+        try:
+            page.get_by_role('menuitem', name='Run', exact=True).click(timeout=8_000)
+            page.get_by_text('Run All Cells', exact=True).first.click(timeout=8_000)
+            page.wait_for_function(STARTED, timeout=15_000)
+            break
         except Exception:
-            if attempt == 3: raise
+            if attempt == 5: raise
             page.keyboard.press('Escape')
     page.wait_for_function('''() => {
         const prompts = [...document.querySelectorAll('.jp-CodeCell')].filter(c => c.querySelector('.cm-content')?.textContent.trim());
