@@ -13,6 +13,16 @@ CHROME_ARGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-ru
 sys.path.insert(0, str(ROOT/'tests'))
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    "One torch thread in each test: results and times do not depend on the machine's cores"
+    import torch
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def small_course(tmp_path):
     "Write notebooks from {stem: [cells]}; a cell that starts with '# ' or '::: ' or '%md ' is Markdown; returns their folder"

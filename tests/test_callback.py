@@ -20,14 +20,6 @@ pytestmark = pytest.mark.library
 H, B, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
-
-
 # --- the model that has everything ---
 
 class Composite(nn.Module):

@@ -16,14 +16,6 @@ H, B, S, D = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HALVES = pytest.mark.parametrize('dtype', [H, B], ids=['fp16', 'bf16'])
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
-
-
 def rand(*shape, seed=0, dtype=S, scale=1.): return (torch.randn(shape, generator=torch.Generator().manual_seed(seed))*scale).to(dtype)
 def tensors(model): return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 def floats(model): return {n: t for n, t in tensors(model).items() if t.is_floating_point()}

@@ -20,12 +20,7 @@ DEVICES = ['cpu', 'cuda'][:1 + torch.cuda.is_available()]
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(n)
+def seeded(): torch.manual_seed(0)
 
 
 def all_same(xs, ys):

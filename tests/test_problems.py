@@ -12,14 +12,6 @@ pytestmark = pytest.mark.library
 half, bfloat, GUESS = torch.float16, torch.bfloat16, math.log(10)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # swallowed updates
 
 @pytest.mark.parametrize('dtype', [half, bfloat, torch.float32])

@@ -22,12 +22,7 @@ BAD = [torch.inf, -torch.inf, torch.nan]
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(n)
+def seeded(): torch.manual_seed(0)
 
 
 def small(seed=0):

@@ -12,14 +12,6 @@ from mpcourse.toys import (ALPHABET, NAMES, TOYS, Data, accuracy, batches, capti
 pytestmark = pytest.mark.library
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def sha(t): return hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
