@@ -1,0 +1,102 @@
+"""`mpcourse replay` and `mpcourse compare`: what they print and write, and a sentence for each thing that cannot be."""
+import json
+
+import pandas as pd, pytest
+
+from mpcourse.cli import main
+from mpcourse.simulator import hard_batches, save_trace, script
+
+pytestmark = pytest.mark.library
+
+
+def out_of(capsys, *argv):
+    "(exit code, printed, complained)"
+    code = main(list(argv))
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_replay_prints_the_story(capsys):
+    code, out, err = out_of(capsys, 'replay', '--start', '2^16', '--policies', 'torch,megatron,metaseq')
+    rows = {l.split()[0]: l.split() for l in out.splitlines() if l.startswith(('torch', 'mega', 'meta'))}
+    assert code == 0 and not err and '610 steps, 10 of them bad' in out
+    assert rows['torch'][1:5] == ['16', '6', '6', '10'] and rows['megatron'][3] == '7' and rows['metaseq'][3] == '16'
+
+
+def test_replay_flies_all_policies_from_their_own_start(capsys):
+    from mpcourse.policies import POLICIES
+    code, out, _ = out_of(capsys, 'replay', '--storm', '0010')
+    assert code == 0 and all(f'\n{name} ' in out for name in POLICIES)
+
+
+@pytest.mark.parametrize('argv, steps', [(('--storm', '0110'), '4 steps, 2'), (('--storm', 'hard', '--bad', '3', '--before', '5', '--after', '0'), '8 steps, 3'),
+                                         (('--storm', 'random', '--rate', '1', '--steps', '50'), '50 steps, 50')])
+def test_storms(argv, steps, capsys):
+    code, out, _ = out_of(capsys, 'replay', *argv, '--policies', 'torch')
+    assert code == 0 and steps in out
+
+
+def test_a_finite_factor_and_a_recorded_trace(tmp_path, capsys):
+    code, out, _ = out_of(capsys, 'replay', '--storm', '1'*30, '--factor', '2^14', '--policies', 'torch', '--start', '65536')
+    assert code == 0 and out.splitlines()[-1].split()[:5] == ['torch', '16', '11', '11', '5']
+    save_trace(hard_batches(4, 2, 2), tmp_path/'t.json')
+    code, out, _ = out_of(capsys, 'replay', '--storm', str(tmp_path/'t.json'), '--policies', 'torch')
+    assert code == 0 and '8 steps, 4 of them bad' in out
+
+
+@pytest.mark.parametrize('name', ['storm.png', 'storm.svg'])
+def test_replay_draws(name, tmp_path, capsys):
+    code, out, _ = out_of(capsys, 'replay', '--storm', '0'*20 + '1'*5, '--policies', 'torch', '--out', str(tmp_path/name))
+    assert code == 0 and (tmp_path/name).stat().st_size > 5000 and name in out
+
+
+def test_a_policy_that_gives_up_is_named(capsys, monkeypatch):
+    import mpcourse.policies as P
+    from mpcourse.dynamic import DynamicScaler
+    monkeypatch.setitem(P.POLICIES, 'torch', lambda **kw: DynamicScaler(1., floor=1., on_floor='raise'))
+    code, out, _ = out_of(capsys, 'replay', '--storm', '01', '--policies', 'torch')
+    assert code == 0 and 'torch gave up at step 1: ' in out
+
+
+@pytest.mark.parametrize('argv, says', [
+    (('--storm', 'hurricane'), "There is no storm 'hurricane': take hard, random, a script"), (('--storm', ''), "There is no storm ''"),
+    (('--policies', 'torch,nobody'), 'nobody'), (('--start', '0'), 'A loss scale of 0'), (('--start', 'high'), "'high' is no number"),
+    (('--factor', '3'), 'cannot be 3 times as large'), (('--factor', 'x'), "'x' is no number"), (('--storm', 'random', '--rate', '2'), 'a probability'),
+    (('--storm', 'hard', '--bad', '0', '--before', '0', '--after', '0'), 'no steps'),
+    (('--storm', '01', '--policies', 'torch', '--out', '/nowhere/x.png'), '/nowhere'), (('--storm', '01', '--policies', 'torch', '--out', 'x.abc'), 'abc')])
+def test_replay_refuses_in_a_sentence(argv, says, capsys):
+    code, _, err = out_of(capsys, 'replay', *argv)
+    assert code == 2 and says in err and err.count('\n') == 1 and 'Traceback' not in err
+
+
+def test_a_file_that_is_no_trace(tmp_path, capsys):
+    (tmp_path/'x.json').write_text('{"a": 1}')
+    code, _, err = out_of(capsys, 'replay', '--storm', str(tmp_path/'x.json'))
+    assert code == 2 and 'is no whole trace' in err and err.count('\n') == 1
+
+
+@pytest.mark.parametrize('argv', [('replay', '--bad', '-1'), ('replay', '--steps', '0'), ('compare', '--seeds', '0'), ('compare', '--seeds', 'x')])
+def test_numbers_that_are_none(argv, capsys):
+    with pytest.raises(SystemExit) as e: main(list(argv))
+    assert e.value.code == 2 and 'is not a whole number' in capsys.readouterr().err
+
+
+COMPARE = ('compare', '--toy', 'relu_mlp', '--steps', '3', '--workers', '1')
+
+
+def test_compare_prints_and_writes(tmp_path, capsys):
+    argv = (*COMPARE, '--schemes', 'fp32,torch', '--seeds', '2', '--csv', str(tmp_path/'out.csv'), '--store', str(tmp_path/'s'))
+    code, out, _ = out_of(capsys, *argv)
+    assert code == 0 and 'converged' in out and 'ms/step' in out and 'out.csv' in out
+    rows = pd.read_csv(tmp_path/'out.csv')
+    assert len(rows) == 4 and set(rows['scheme']) == {'fp32', 'torch'} and {'loss', 'skipped', 'zeros', 'zeros_fp32', 'ms_per_step'} <= set(rows)
+    before = [p.stat().st_mtime_ns for p in (tmp_path/'s').rglob('*.json')]
+    assert out_of(capsys, *argv)[0] == 0 and [p.stat().st_mtime_ns for p in (tmp_path/'s').rglob('*.json')] == before
+
+
+@pytest.mark.parametrize('argv, says', [(('--toy', 'chess'), "There is no toy 'chess'"), (('--schemes', 'fp32,magic'), "There is no scheme 'magic'"),
+                                        (('--csv', '/nowhere/out.csv', '--schemes', 'fp32', '--seeds', '1'), '/nowhere')])
+def test_compare_refuses_in_a_sentence(argv, says, tmp_path, capsys):
+    code, _, err = out_of(capsys, *COMPARE, '--store', str(tmp_path), *argv)
+    lines = [l for l in err.splitlines() if 'bakeoff' not in l and l.strip()]          # the progress bar is there too
+    assert code == 2 and says in err and len(lines) == 1 and 'Traceback' not in err

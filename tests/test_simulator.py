@@ -1,0 +1,364 @@
+"""Traces against real casts and real observations, storms, replays against the scalers themselves, and trainings that were flown."""
+import copy, json, math
+from functools import partial
+
+import pytest, torch, torch.nn as nn
+from hypothesis import given, settings, strategies as st
+
+import mpcourse.simulator as S
+from mpcourse.dynamic import DynamicScaler, HysteresisScaler
+from mpcourse.formats import get_format, same_bits
+from mpcourse.plots import log2_hist
+from mpcourse.policies import POLICIES, get_policy
+from mpcourse.rounding import quantize
+from mpcourse.simulator import (Flight, Recording, Trace, bell, flush_share, fly, fresh, from_hists, hard_batches, load_trace, named_policies,
+                                observe, overflows, plot_flight, random_storm, record_trace, replay, round_off, save_trace, script, spoil,
+                                storm_of, weight_zeros)
+from mpcourse.static import MixedStep, Observation, StaticScaler, unscale_
+from mpcourse.toys import batches, digits, fit, get_toy, plain_step, relu_mlp, train_toy
+
+pytestmark = pytest.mark.library
+INF, NAN = math.inf, math.nan
+
+
+def normal(n=2000, octave=-12., spread=5., seed=0):
+    g = torch.randn(n, 2, generator=torch.Generator().manual_seed(seed)).double()
+    return (g[:, 0].sign()*2.**(octave + spread*g[:, 1])).float()
+
+
+def trace_of(g, name='one'): return from_hists(name, [g.abs().max().item()], [log2_hist(g)])
+
+
+# --- what a trace knows ---
+
+@pytest.mark.parametrize('fmt, inf, zero', [('fp16', 65520., 2.**-25), ('bf16', 2.**128 - 2.**119, 2.**-134), ('e5m2', 61440., 2.**-17),
+                                            ('e4m3', math.nextafter(464., INF), 2.**-10), ('e2m1', INF, .25)])
+def test_where_a_format_rounds_off(fmt, inf, zero):
+    assert round_off(fmt) == (inf, zero) == round_off(get_format(fmt))
+    for x,want in ((inf, True), (math.nextafter(inf, 0), False)) if inf < INF else ():
+        assert (not math.isfinite(quantize(x, fmt, overflow='inf' if get_format(fmt).has_inf else 'nan'))) == want
+    assert quantize(zero, fmt) == 0 != quantize(math.nextafter(zero, 1), fmt)
+
+
+@pytest.mark.parametrize('fmt', ['fp16', 'bf16', 'e5m2'])
+@pytest.mark.parametrize('seed', range(3))
+def test_a_trace_answers_like_a_cast(fmt, seed):
+    "Exact at powers of two: overflow, and the share flushed"
+    g = torch.cat([normal(seed=seed), torch.zeros(7)]); one = trace_of(g); live = (g != 0).sum().item()
+    for k in range(-40, 60, 3):
+        cast = quantize(g.double()*2.**k, fmt, overflow='inf')
+        assert overflows(one, 2.**k, fmt).tolist() == [bool(cast.isinf().any())]
+        assert flush_share(one, 2.**k, fmt)[0].item() == pytest.approx(((cast == 0) & (g != 0)).sum().item()/live, abs=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(-45, 45), st.integers(0, 5))
+def test_between_powers_of_two_it_interpolates(k, seed):
+    "An octave holds the error: the true share lies between those of the neighbouring powers of two, and so does ours"
+    one, lo, hi = trace_of(normal(seed=seed)), math.floor(k), math.ceil(k)
+    less, more, ours = (flush_share(one, 2.**x)[0].item() for x in (hi, lo, k))
+    assert less <= ours <= more
+    assert overflows(one, 2.**k).item() == (one.amax[0].item()*2.**k >= 65520)
+
+
+def test_overflow_does_not_know_infinity_or_nan():
+    t = from_hists('t', [1., INF, NAN, 0.], [log2_hist(torch.ones(2))]*4)
+    assert t.bad.tolist() == [False, True, True, False]
+    for s in (2.**-24, 1., 2.**15): assert overflows(t, s).tolist() == [False, True, True, False]
+    assert overflows(t, 0.).tolist() == [False, True, True, False]                 # 0·inf is no number either
+    assert flush_share(t, torch.tensor([1., 0., 2.**-26, NAN]).double()).isnan().tolist() == [False, False, False, True]
+    assert flush_share(t, 0.).tolist() == [1.]*4
+
+
+def test_shares_of_many_policies_at_once():
+    t, s = script('0010'), 2.**torch.tensor([[10., 0., 0., -5.], [3., 3., 2., 1.]]).double()
+    both = flush_share(t, s)
+    for row,scale in zip(both, s): assert torch.equal(row.nan_to_num(-1), flush_share(t, scale).nan_to_num(-1))
+
+
+# --- what a scaler is told ---
+
+def curious(*wants):
+    class Curious(StaticScaler): pass
+    Curious.wants = frozenset({'found_inf', *wants})
+    return Curious
+
+
+@pytest.mark.parametrize('broken', [None, INF, -INF, NAN])
+@pytest.mark.parametrize('k', [-20, -3, 0, 7, 16, 24])
+def test_observe_is_what_unscale_sees(broken, k):
+    g = normal(500, -10., 3.).half().float()
+    g[3] = g[3] if broken is None else broken
+    one, C = trace_of(g), curious('total', 'amax', ('above', 2.**-6), ('above', 2.**13), ('above', 2.**20))
+    scaled = (g*2.**k).half()
+    # FP16's own largest number is below 2^20, so the last edge counts infinities
+    want = unscale_([('a', scaled[:100], scaled[:100].float()), ('b', scaled[100:], scaled[100:].float())], C(2.**k))
+    got = observe(one, 0, C(2.**k))
+    assert got.names == want.names and got.values.dtype == want.values.dtype
+    for n in got.names:
+        if isinstance(n, tuple) and broken is not None and not want[n]: assert not got[n]
+        elif n == ('above', 2.**20): assert 2/3*want[n] <= got[n] <= 1.5*want[n]     # an edge within an octave: interpolated
+        else: assert same_bits(got[n], want[n]), (n, got[n], want[n])
+
+
+def test_the_scale_of_the_moment_decides():
+    t, s = script('010', factor=2.**10), StaticScaler(2.**16)
+    assert [observe(t, i, s)['found_inf'].item() for i in range(3)] == [0, 1, 0]
+    s.scale = s.scale/2**8
+    assert [observe(t, i, s)['found_inf'].item() for i in range(3)] == [0, 0, 0]
+    assert observe(t, 1, StaticScaler(2.**16), 'bf16')['found_inf'] == 0
+
+
+def test_what_a_trace_cannot_tell():
+    with pytest.raises(ValueError, match=r"cannot tell 'activations': let this policy `fly`"):
+        observe(script('0'), 0, curious('activations')(1.))
+    layers = StaticScaler(1.); layers.scale = torch.ones(3)
+    with pytest.raises(ValueError, match='no layers'): observe(script('0'), 0, layers)
+
+
+# --- storms ---
+
+def test_hard_batches():
+    t = hard_batches(3, at=4, after=2)
+    assert len(t) == 9 and t.bad.tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0] and overflows(t, 2.**-24).equal(t.bad)
+    assert len(hard_batches(0, 5, 5)) == 10 and not hard_batches(0, 5, 5).bad.any()
+    with pytest.raises(ValueError, match='none can be negative'): hard_batches(-1)
+
+
+def test_random_storm():
+    a, b, c = random_storm(.1, 4000, 0), random_storm(.1, 4000, 0), random_storm(.1, 4000, 1)
+    assert torch.equal(a.bad, b.bad) and not torch.equal(a.bad, c.bad)
+    assert all(abs(x.bad.double().mean().item() - .1) < .02 for x in (a, c))
+    for rate in (-.1, 1.1): pytest.raises(ValueError, random_storm, rate)
+
+
+def test_script():
+    assert script('01 1\n0').bad.tolist() == [False, True, True, False]
+    for bits in ('', '  ', '012', 'yes'):
+        with pytest.raises(ValueError, match='is no script'): script(bits)
+
+
+@pytest.mark.parametrize('factor', [2.**10, 2.**-7, 1.])
+def test_a_finite_factor_moves_whole_octaves(factor):
+    g = torch.cat([normal(300), torch.zeros(5)])
+    t, want = script('01', like=g, factor=factor), trace_of(g*factor)
+    assert t.amax.tolist() == [g.abs().max().item(), g.abs().max().item()*factor]
+    for k in range(-30, 30, 7): assert flush_share(t, 2.**k)[1] == flush_share(want, 2.**k)[0]
+    assert t.zeros.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize('factor', [3., 0., -2., 1.5])
+def test_other_factors_are_refused(factor):
+    with pytest.raises(ValueError, match='power of two, inf or nan'): script('01', factor=factor)
+
+
+def test_a_batch_beyond_any_scale_tells_nothing():
+    t = script('010', like=torch.tensor([1., 0., .5]))
+    assert t.broken[t.kind].tolist() == [0, 3, 0] and t.counts.sum(1)[t.kind].tolist() == [2, 0, 2]
+    assert script('1', factor=NAN).amax.isnan().all()
+
+
+def test_weather_recorded_and_repeated():
+    calm = from_hists('two', [1., 4.], [log2_hist(torch.tensor([1.])), log2_hist(torch.tensor([4., 2.**-30]))])
+    t = storm_of([0, 0, 0, 1, 0], like=calm)
+    assert t.amax.tolist() == [1, 4, 1, INF, 1]
+    assert [flush_share(t, 1.)[i].item() for i in (0, 1, 2)] == [0, .5, 0]
+    with pytest.raises(ValueError, match='finite gradients'): script('0', like=torch.tensor([INF]))
+    with pytest.raises(ValueError, match='no steps'): storm_of([])
+
+
+def test_the_bell():
+    g = bell(-20., 4., 9999).log2()
+    assert abs(g.mean().item() + 20) < 1e-3 and abs(g.std().item() - 4) < .01 and torch.equal(g, bell(-20., 4., 9999).log2())
+
+
+@pytest.mark.parametrize('make', [hard_batches, partial(script, '0110', factor=2.**5), partial(random_storm, .1, 50, factor=NAN),
+                                  partial(record_trace, 'relu_mlp', steps=4)])
+def test_traces_are_saved_whole(make, tmp_path):
+    t = make(); save_trace(t, tmp_path/'t.json'); u = load_trace(tmp_path/'t.json')
+    json.loads((tmp_path/'t.json').read_text(), parse_constant=pytest.fail)      # JSON has no Infinity
+    for n,v in vars(t).items(): assert same_bits(v, getattr(u, n)) if isinstance(v, torch.Tensor) else v == getattr(u, n), n
+    assert repr(u) == repr(t) and replay('torch', u).table().equals(replay('torch', t).table())
+
+
+@pytest.mark.parametrize('spoiled', ['', '[]', '{}', '{"trace": 2}', 'drop amax', 'drop kind', 'short bad', 'far kind', 'word'])
+def test_files_that_are_no_trace(spoiled, tmp_path):
+    f = tmp_path/'t.json'; save_trace(script('010'), f); doc = json.loads(f.read_text())
+    if spoiled.startswith('drop'): del doc[spoiled[5:]]
+    elif spoiled == 'short bad': doc['bad'].pop()
+    elif spoiled == 'far kind': doc['kind'][0] = 9
+    elif spoiled == 'word': doc['amax'][0] = 'large'
+    f.write_text(json.dumps(doc) if ' ' in spoiled and '{' not in spoiled or spoiled == 'word' else spoiled)
+    with pytest.raises(ValueError, match='is no whole trace'): load_trace(f)
+    with pytest.raises(FileNotFoundError, match='There is no file'): load_trace(tmp_path/'nowhere.json')
+
+
+# --- recording ---
+
+def test_recording_changes_nothing_and_sees_everything():
+    seen = []
+    def step(model, *args):
+        out = plain_step(model, *args); seen.append(torch.cat([p.grad.flatten() for p in model.parameters()])); return out
+    rec = Recording(step)
+    a, b = train_toy('relu_mlp', rec, steps=5), train_toy('relu_mlp', steps=5)
+    assert a.history == b.history
+    t = rec.trace('x')
+    for i,g in enumerate(seen):
+        assert t.amax[i] == g.abs().max().double() and t.zeros[i] == (g == 0).sum()
+        assert flush_share(t, 1.)[i].item() == pytest.approx(((g.half() == 0) & (g != 0)).sum().item()/(g != 0).sum().item(), abs=1e-9)
+    with pytest.raises(ValueError, match='Nothing was recorded'): Recording().trace()
+
+
+def test_a_skipped_step_is_recorded_as_bad():
+    t = record_trace('relu_mlp', MixedStep(StaticScaler(2.**30)), steps=2)
+    assert t.bad.all() and overflows(t, 1.).all() and t.broken.min() > 0
+
+
+# --- replay ---
+
+def by_hand(scaler, trace):
+    "The loop without any short cut"
+    s, scales = copy.deepcopy(scaler), []
+    for t in range(len(trace)): scales.append(s.scale.item()); s.update(observe(trace, t, s))
+    return [*scales, s.scale.item()]
+
+
+@pytest.mark.parametrize('factor', [INF, 2.**14])
+@pytest.mark.parametrize('name', POLICIES)
+def test_replay_is_the_plain_loop(name, factor):
+    trace = random_storm(.05, 400, seed=3, factor=factor)
+    scaler = fresh(name, 2.**16)
+    flight = replay(scaler, trace)
+    if not flight.stopped: assert flight.scales[0].tolist() == by_hand(scaler, trace)
+    assert same_bits(scaler.scale, torch.tensor(2.**16)), 'the scaler itself has flown'
+    assert torch.equal(flight.skipped[0][:50], overflows(trace, flight.scales[0, :-1])[:50])
+
+
+def test_golden_torch():
+    "FACTS: init 2, interval 3, an overflow at step 4"
+    f = replay(DynamicScaler(2., growth_interval=3), script('0000100000', like=torch.tensor([2.**-20])))
+    assert f.scales[0, 1:].tolist() == [2, 2, 4, 4, 2, 2, 2, 4, 4, 4]
+
+
+def test_the_story_of_ten_hard_batches():
+    ends = replay(['torch', 'megatron', 'metaseq', 'fastai', 'fairseq'], hard_batches(), start=2.**16).table()['end']
+    assert ends.to_dict() == dict(torch=6, megatron=7, metaseq=16, fastai=7, fairseq=6)
+    at_once = replay(['torch', 'metaseq', 'fastai'], hard_batches(at=0), start=2.**16).table()['end']
+    assert at_once.to_dict() == dict(torch=6, metaseq=15, fastai=6)
+
+
+def test_a_scale_that_overflows_falls_until_it_fits():
+    f = replay(DynamicScaler(2.**20), script('0'*30, like=torch.tensor([1.])))
+    assert f.scales[0, -1] == 2**15 and f.skipped[0].tolist() == [True]*5 + [False]*25
+
+
+def test_a_policy_that_gives_up():
+    f = replay({'brave': DynamicScaler(4., floor=1., on_floor='raise'), 'calm': DynamicScaler(4., floor=1.)}, script('0111100'))
+    assert list(f.stopped) == ['brave'] and f.stopped['brave'].startswith('step 3: ')
+    assert f.scales[0].tolist()[:4] == [4, 4, 2, 1] and f.scales[0, 4:].isnan().all() and f.scales[1, -1] == 1
+    t = f.table()
+    assert t.loc['brave', 'end'] == 0 and t.loc['brave', 'skipped'] == 3 and t.loc['calm', 'skipped'] == 4
+
+
+def test_strict_torch_reaches_zero_and_is_refused():
+    f = replay(DynamicScaler(strict=True), script('1'*200 + '0'*10))
+    assert f.scales[0, -1] == 0 and f.skipped[0].all()                      # a scale of 0: nothing is written, nothing is learnt
+    assert f.table()['end'].item() == -INF and f.flushed[0, -1] == 1
+    safe = replay(DynamicScaler(), script('1'*200 + '0'*10))
+    assert safe.scales[0, -1] == 2**-24 and not safe.skipped[0, 200:].any()
+
+
+def test_names_on_board():
+    d = DynamicScaler()
+    assert list(named_policies(['torch', d, d, 'torch'])) == ['torch', 'dynamic', 'dynamic #2', 'torch #2']
+    assert list(named_policies('torch')) == ['torch'] and list(named_policies({'mine': d})) == ['mine']
+    assert list(named_policies()) == list(POLICIES)
+    with pytest.raises(ValueError, match='Nobody is on board'): named_policies([])
+    with pytest.raises(ValueError, match='nobody'): replay('nobody', script('0'))
+    with pytest.raises(ValueError): replay('torch', script('0'), start=0.)
+    with pytest.raises(KeyError, match='did not fly'): replay('torch', script('0'))['megatron']
+
+
+def test_start_is_the_same_for_all():
+    f = replay(None, script('00'), start=2.**10)
+    assert set(f.scales[:, 0].tolist()) == {2.**10}
+    assert replay('torch', script('00')).scales[0, 0] == get_policy('torch').scale
+
+
+@pytest.mark.parametrize('name', POLICIES)
+def test_every_policy_survives_a_long_storm(name):
+    f = replay(name, script('1'*3000))
+    s = f.scales[0][f.scales[0].isfinite()]
+    assert (s >= 2.**-24).all() and (len(s) == 3001 or name in f.stopped)
+
+
+def test_plot():
+    import matplotlib.pyplot as plt
+    f = replay(['torch', 'metaseq'], hard_batches(3, 5, 100), start=2.**16)
+    ax = plot_flight(f); names = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert names == ['torch', 'metaseq'] and len(ax.lines) == 3 and ax.lines[2].get_xdata().tolist() == [5, 6, 7]
+    twins = plot_flight(replay({'a': 'torch', 'b': 'torch'}, script('010')))
+    assert [t.get_text() for t in twins.get_legend().get_texts()] == ['a, b']
+    assert len(plot_flight(f, 'flushed', names=['torch']).lines) == 2
+    with pytest.raises(ValueError, match="no 'loss': it has scales, flushed"): plot_flight(f, 'loss')
+    plt.close('all')
+
+
+# --- flying ---
+
+FLY = dict(bs=32, opt=partial(torch.optim.SGD, lr=.1))
+
+
+def test_without_a_storm_it_is_the_plain_training():
+    toy = get_toy('relu_mlp')
+    f = fly(toy.model, toy.data(), ['fp32', 'torch'], steps=6, bs=toy.bs, opt=toy.opt)
+    assert f.loss[0].tolist() == train_toy(toy, steps=6).history['loss']
+    assert f.loss[1].tolist() == train_toy(toy, MixedStep(get_policy('torch')), steps=6).history['loss']
+    assert not f.bad.any() and not f.skipped.any() and f.scales.shape == (2, 7)
+
+
+def test_a_storm_makes_bad_batches_and_nothing_else():
+    seen = []
+    def alter(xb, generator): seen.append(xb.clone()); return xb*torch.inf
+    f = fly(relu_mlp, digits(), ['torch', 'megatron'], script('00110'), alter=alter, start=2.**10, **FLY)
+    want = [xb for xb,_ in batches(digits(), 32, 5)][2:4]
+    assert len(seen) == 4 and all(torch.equal(a, b) for a,b in zip(seen, want*2))
+    assert f.skipped.tolist() == [[False, False, True, True, False]]*2
+    assert f['torch'].tolist() == [2**10]*3 + [2**9, 2**8, 2**8] and f['megatron'][-1] == 2**9
+    assert torch.equal(f.scales, replay(['torch', 'megatron'], script('00110'), start=2.**10).scales)
+    assert f.zeros[:, 2:4].isnan().all() and f.zeros[:, :2].isfinite().all()
+
+
+def test_a_flight_is_repeatable_and_scalers_are_not_worn():
+    mine = DynamicScaler()
+    runs = [fly(relu_mlp, digits(), mine, hard_batches(2, 2, 2), **FLY) for _ in range(2)]
+    assert torch.equal(runs[0].loss.nan_to_num(), runs[1].loss.nan_to_num()) and mine.scale == 2**16
+    other = fly(relu_mlp, digits(), mine, hard_batches(2, 2, 2), seed=1, **FLY)
+    assert not torch.equal(runs[0].loss.nan_to_num(), other.loss.nan_to_num())
+
+
+def test_a_flight_that_ends_early():
+    pilots = {'brave': DynamicScaler(2., floor=1., on_floor='raise'), 'fp32': 'fp32'}
+    f = fly(relu_mlp, digits(), pilots, script('01110'), clip=.1, **FLY)
+    assert f.stopped['brave'].startswith('step 2: ') and f.loss[0, 2:].isnan().all() and f.loss[1].isfinite().all()
+
+
+def test_the_divisor_is_not_in_the_recorded_loss():
+    a, b = (fly(relu_mlp, digits(), 'torch', steps=1, divisor=d, **FLY).loss.item() for d in (1., 1024.))
+    assert a == pytest.approx(b, rel=1e-6)
+
+
+def test_spoil():
+    x = torch.rand(40, 1, 8, 8); names = torch.arange(3)
+    y, same = spoil((x, names), generator=torch.Generator().manual_seed(0))
+    hit = (x != y).flatten(1).any(1)
+    assert hit.sum() == 2 and same is names and torch.equal(y[hit], x[hit]*1e5) and torch.equal(y[~hit], x[~hit])
+    assert y.isfinite().all() and y.half().isinf().any()
+    with pytest.raises(ValueError, match='`alter`'): spoil(torch.arange(3))
+
+
+def test_weight_zeros():
+    m = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="begins with 'x'"): weight_zeros(m, 'x')
+    m[0].weight.grad, m[1].weight.grad, m[1].bias.grad = torch.zeros(2, 2), torch.ones(2, 2), torch.zeros(2)
+    assert weight_zeros(m) == .5 and weight_zeros(m, '0') == 1 and weight_zeros(m, '1') == 0
