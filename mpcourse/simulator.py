@@ -474,8 +474,8 @@ def fly(
 def _grows(interval): return DynamicScaler(growth_interval=interval)
 
 TOWERS = {'FP32': ('fp32', 30), 'torch, no storm': ('torch', None), 'torch': ('torch', 30),
-          'Megatron': ('megatron', 30), 'metaseq': ('metaseq', 30), 'interval 100': (_grows(100), 30), 'interval 10': (_grows(10), 30),
-          'interval 1': (_grows(1), 30), 'static 2^16': (StaticScaler(2.**16), 30),
+          'Megatron': ('megatron', 30), 'metaseq': ('metaseq', 30), 'interval 100': (_grows(100), 30),
+          'interval 10': (_grows(10), 30), 'interval 1': (_grows(1), 30), 'static 2^16': (StaticScaler(2.**16), 30),
           'floor 2^12': (DynamicScaler(floor=2.**12), 30), 'FP32, at 300': ('fp32', 300),
           'torch, at 300': ('torch', 300), 'Megatron, at 300': ('megatron', 300)}
 
