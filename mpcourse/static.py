@@ -78,32 +78,36 @@ class Handle:
     def remove(self): "Nothing was attached"
 
 class HostBound:
-    "A lower bound of a scale on a GPU, known on the host without waiting: an old copy, and how far it fell since"
-    def __init__(self, value=0.): self.value, self.pending, self.version = value, None, 0
+    "A lower bound of a scale that lives on a GPU, known to the host without waiting: an old copy, and how far it fell"
+    def __init__(self,
+        value:float=0., # what is known of the scale; 0 is nothing
+    ): self.value, self.pending, self.version = value, None, 0
+
     def __reduce__(self): return HostBound, ()         # a copy knows nothing, and asks again
 
     def fall(self, drop):
-        "One update passed"
+        "One update passed, which can have multiplied the scale by `drop`"
         self.value *= drop
         if self.pending: self.pending[2] *= drop
         return self
 
     def sees(self, scale):
-        "Remember how often this tensor was written to"
+        "Remember how often this tensor was written to: whoever writes to it in place makes the bound worthless"
         self.version = scale._version
         return self
 
+    def copy(self, scale):
+        "Ask for a copy; (has it come?, where it will be)"
+        if scale.device.type == 'cpu': return (lambda: True), scale.clone()
+        host = torch.empty((), pin_memory=True).copy_(scale, non_blocking=True)
+        return torch.cuda.current_stream(scale.device).record_event().query, host
+
     def look(self, scale):
         "The bound; asks for a new copy when it gets low, and takes it when it has come"
-        if scale._version != self.version: self.__init__(); self.sees(scale)
-        if scale.device.type == 'cpu':
-            if not self.value >= 1: self.value = scale.item()          # nothing to wait for
-            return self.value
-        if torch.cuda.is_current_stream_capturing(): return 0.
-        if self.pending and self.pending[0].query(): self.value, self.pending = self.pending[1].item()*self.pending[2], None
-        if not self.pending and self.value < 2**8:
-            host = torch.empty((), pin_memory=True).copy_(scale, non_blocking=True)
-            self.pending = [torch.cuda.current_stream(scale.device).record_event(), host, 1.]
+        if scale._version != self.version: self.value, self.pending, self.version = 0., None, scale._version
+        if not self.pending and self.value < 2**8: self.pending = [*self.copy(scale), 1.]
+        if self.pending and self.pending[0]():
+            self.value, self.pending = self.pending[1].item()*self.pending[2], None
         return self.value
 
 class LossScaler:
@@ -114,6 +118,7 @@ class LossScaler:
     version = 1 # of the state dict
     state_names = ('scale',) # tensors that make up the state
     hyper_names = () # arguments of the constructor that belong to the state, kept as attributes
+    bounds = FLOOR, CEILING # of the scale in a state
     drop = 0. # the smallest factor by which one update can multiply the scale, where it is known
 
     def __init__(self,
@@ -183,7 +188,9 @@ def lowest(self:LossScaler)->float:
 @patch
 def below_one(self:LossScaler)->bool:
     "May the present scale be below 1, where a finite gradient can overflow as it is unscaled? Waits for no GPU"
-    return self.lowest < 1 and (self.scale.device.type not in ('cpu', 'cuda') or not self._bound.look(self.scale) >= 1)
+    if self.lowest >= 1: return False
+    known = self.scale.is_cpu or self.scale.is_cuda and not torch.cuda.is_current_stream_capturing()
+    return not (known and self._bound.look(self.scale) >= 1)
 
 @patch
 def update(self:LossScaler,
@@ -196,7 +203,8 @@ def update(self:LossScaler,
 def state_dict(self:LossScaler)->dict: # tensors, hyper-parameters, the policy's name and a version
     "All that the policy remembers"
     tensors = {n: getattr(self, n).detach().clone() for n in self.state_names}
-    return dict(policy=type(self).__name__, version=self.version, **{n: getattr(self, n) for n in self.hyper_names}, **tensors)
+    hyper = {n: getattr(self, n) for n in self.hyper_names}
+    return dict(policy=type(self).__name__, version=self.version, **hyper, **tensors)
 
 @patch
 def translate(self:LossScaler,
@@ -214,7 +222,9 @@ def check_state(self:LossScaler,
         mine, theirs = getattr(self, n), state[n]
         if not (isinstance(theirs, Tensor) and theirs.shape == mine.shape and theirs.dtype == mine.dtype):
             raise ValueError(f'{n} is {theirs!r} in the state, not a {mine.dtype} tensor of shape {tuple(mine.shape)}.')
-    valid_scale(float(state['scale']))
+    scale, (low, high) = float(state['scale']), self.bounds
+    if not low <= scale <= high:
+        raise ValueError(f'A loss scale of {scale:g} cannot work: it has to lie between {low:g} and {high:g}.')
 
 @patch
 def load_state_dict(self:LossScaler,
@@ -249,7 +259,8 @@ def count_wanted(
     grads:list, # scaled gradients, in their own format
 )->Tensor: # 0-dim float32
     "An additive statistic over a list of tensors, or their largest magnitude"
-    if want == 'amax': return torch.stack([n.to(grads[0].device).float() for n in torch._foreach_norm(grads, torch.inf)]).max()
+    if want == 'amax':
+        return torch.stack([n.to(grads[0].device).float() for n in torch._foreach_norm(grads, torch.inf)]).max()
     if want == 'total': return torch.tensor(float(sum(g.numel() for g in grads)))
     if isinstance(want, tuple) and want[0] == 'above':
         return torch.stack([(g.abs() >= want[1]).sum() for g in grads]).sum().float()
