@@ -80,3 +80,11 @@ def test_the_table_tells_who_gave_up():
     rows = [dict(scheme='a', seed=s, **dict.fromkeys(MEASURES, math.nan) | dict(converged=0.)) for s in range(2)]
     t = comparison_table(pd.DataFrame(rows))
     assert t.loc['a', 'converged'] == '0/2' and 'nan' in t.loc['a', 'final loss']
+
+
+def test_what_is_told_of_a_training():
+    v = bakeoff_study('deep_sigmoid: fp16: 20', 0)
+    assert v['zeros'] > v['zeros_fp32'] + .1 and v['log2_scale'] == 0 and not v['converged'] and v['skipped'] == 0
+    v = bakeoff_study('relu_mlp: fp32', 0)
+    assert v['converged'] and v['zeros'] == v['zeros_fp32'] and v['acc'] > .9
+    assert bakeoff_study('relu_mlp: megatron: 5', 0)['skipped'] > 2                # from 2^32 it has to come down first

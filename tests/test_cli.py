@@ -17,7 +17,7 @@ def out_of(capsys, *argv):
 
 
 def test_replay_prints_the_story(capsys):
-    code, out, err = out_of(capsys, 'replay', '--start', '2^16', '--policies', 'torch,megatron,metaseq')
+    code, out, err = out_of(capsys, 'replay', '--start', '2^16', '--policies', 'torch, megatron,metaseq')
     rows = {l.split()[0]: l.split() for l in out.splitlines() if l.startswith(('torch', 'mega', 'meta'))}
     assert code == 0 and not err and '610 steps, 10 of them bad' in out
     assert rows['torch'][1:5] == ['16', '6', '6', '10'] and rows['megatron'][3] == '7' and rows['metaseq'][3] == '16'

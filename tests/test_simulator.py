@@ -234,6 +234,20 @@ def test_replay_is_the_plain_loop(name, factor):
     assert torch.equal(flight.skipped[0][:50], overflows(trace, flight.scales[0, :-1])[:50])
 
 
+class ByCount(StaticScaler):
+    "A policy of the kind that is to come: it looks at counts above an edge, and never waits for an overflow"
+    wants = frozenset({'found_inf', 'total', ('above', 2.**13)})
+    def update(self, obs): self.scale = self.scale*torch.where(obs[('above', 2.**13)] > 1e-3*obs['total'], .5, 2.)
+
+
+@pytest.mark.parametrize('like', [None, torch.tensor([2.**-9, 3e-6, 2.**-12])])
+def test_a_policy_that_wants_counts_sees_them_anew_at_each_scale(like):
+    trace = random_storm(.1, 150, like=like, factor=2.**8)
+    f = replay(ByCount(1.), trace)
+    assert f.scales[0].tolist() == by_hand(ByCount(1.), trace)
+    assert 2**10 < f.scales[0, 50:].median() < 2**26 and f.scales[0, 50:].unique().numel() > 4
+
+
 def test_golden_torch():
     "FACTS: init 2, interval 3, an overflow at step 4"
     f = replay(DynamicScaler(2., growth_interval=3), script('0000100000', like=torch.tensor([2.**-20])))
