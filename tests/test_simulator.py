@@ -245,7 +245,7 @@ def test_a_policy_that_wants_counts_sees_them_anew_at_each_scale(like):
     trace = random_storm(.1, 150, like=like, factor=2.**8)
     f = replay(ByCount(1.), trace)
     assert f.scales[0].tolist() == by_hand(ByCount(1.), trace)
-    assert 2**10 < f.scales[0, 50:].median() < 2**26 and f.scales[0, 50:].unique().numel() > 4
+    assert 2**10 < f.scales[0, 50:].median() < 2**26 and f.scales[0, 50:].unique().numel() >= 3
 
 
 def test_golden_torch():
