@@ -46,7 +46,7 @@ def test_compare(tmp_path):
     assert list(zip(got['scheme'], got['seed'])) == [('fp32', 0), ('fp16', 0), ('fp32', 1), ('fp16', 1)]
     assert got['loss'][0] == train_toy('relu_mlp', steps=4).loss and set(got) == {'scheme', 'seed', *MEASURES}
     t = comparison_table(got)
-    assert list(t.index) == ['fp32', 'fp16'] and t['converged'].tolist() == ['0/2', '0/2'] and 'of FP32' in t
+    assert list(t.index) == ['fp32', 'fp16'] and t['converged'].tolist() == ['0/2', '0/2'] and 'in FP32' in t
 
 
 def test_an_interrupted_comparison_goes_on(tmp_path, monkeypatch):
