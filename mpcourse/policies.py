@@ -103,7 +103,7 @@ def translate(self:ExactScaler,
     "Of these peers Apex alone stores what is needed to go on; ValueError for a scale alone"
     if 'loss_scale' not in state: return state
     raise ValueError(f'This state holds a loss scale of {state["loss_scale"]:g} alone and no counters, as those of '
-                     'fairseq and metaseq do: there is nothing to go on with. Give it to the constructor as init_scale.')
+                     'fairseq and metaseq do: that is not enough to go on. Give it to the constructor as init_scale.')
 
 # %% ../nbs/11_policies.ipynb #1a738589
 class FastaiScaler(ExactScaler):

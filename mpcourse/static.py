@@ -251,7 +251,9 @@ def load_state_dict(self:LossScaler,
     if state['version'] > self.version:
         raise ValueError(f'The state has version {state["version"]}, known up to {self.version}: upgrade mpcourse.')
     hyper = {n: state[n] for n in self.hyper_names}
-    like = type(self)(**hyper) if hyper else self        # refuses what the constructor refuses
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        like = type(self)(**hyper) if hyper else self        # refuses what the constructor refuses
     like.check_state(state)
     vars(self).update({n: getattr(like, n) for n in vars(like) if n not in self.state_names})
     if not hyper: self.init_scale = min(self.init_scale, float(state['scale']))
