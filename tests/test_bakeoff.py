@@ -4,7 +4,7 @@ import json, math
 import pandas as pd, pytest, torch
 
 import mpcourse.bakeoff as B
-from mpcourse.bakeoff import MEASURES, SCHEMES, bakeoff_study, compare, comparison_table, get_scheme, zero_weight_gradients
+from mpcourse.bakeoff import MEASURES, CONTENDERS, bakeoff_study, compare, comparison_table, get_scheme, zero_weight_gradients
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.policies import POLICIES
 from mpcourse.static import MixedStep
@@ -15,13 +15,13 @@ QUICK = dict(steps=4, workers=1, progress=False)
 
 
 def test_every_policy_is_a_scheme():
-    assert list(SCHEMES)[:4] == ['fp32', 'bf16', 'fp16', 'static 2^10'] and set(POLICIES) < set(SCHEMES)
+    assert list(CONTENDERS)[:4] == ['fp32', 'bf16', 'fp16', 'static 2^10'] and set(POLICIES) < set(CONTENDERS)
     for name in POLICIES: assert type(get_scheme(name).scaler) is POLICIES[name]
     assert get_scheme('torch') is not get_scheme('torch') and get_scheme('bf16').dtype == torch.bfloat16
     with pytest.raises(ValueError, match="no scheme 'magic': there are fp32, bf16"): get_scheme('magic')
 
 
-@pytest.mark.parametrize('name', SCHEMES)
+@pytest.mark.parametrize('name', CONTENDERS)
 def test_every_scheme_trains(name):
     v = bakeoff_study(f'relu_mlp: {name}: 3', 0)
     assert tuple(v) == MEASURES and math.isfinite(v['loss']) and 0 <= v['zeros'] <= 1 and v['ms_per_step'] > 0
@@ -36,7 +36,7 @@ def test_zeros_beside_those_of_fp32():
 
 
 def test_a_policy_that_gives_up_has_not_converged(monkeypatch):
-    monkeypatch.setitem(SCHEMES, 'brave', lambda: MixedStep(DynamicScaler(2.**40, floor=2.**40, on_floor='raise')))
+    monkeypatch.setitem(CONTENDERS, 'brave', lambda: MixedStep(DynamicScaler(2.**40, floor=2.**40, on_floor='raise')))
     v = bakeoff_study('relu_mlp: brave: 3', 0)
     assert v['converged'] is False and math.isnan(v['loss']) and set(v) == set(MEASURES)
 
