@@ -67,9 +67,19 @@ class Guard:
 class GuardedCallback(Callback):
     "A callback that is attached to each batch of its Learner by a `Guard`"
     def __setattr__(self, name, value):
-        "fastai looks each name up in the Learner, to warn of shadows; private ones, set in every batch, go by"
-        if name[0] == '_': self.__dict__[name] = value
+        "fastai looks each name up in the Learner, to warn of shadows; once is enough, and never for a private one"
+        if name[0] == '_' or name in self.__dict__: self.__dict__[name] = value
         else: super().__setattr__(name, value)
+
+    def __call__(self, event_name):
+        "fastai looks for every event's method, in Learner and model too; those that are not here go by"
+        here = event_name in self.__dict__ or hasattr(type(self), event_name)
+        if here or event_name == 'after_fit': return super().__call__(event_name)
+
+    @property
+    def training(self):
+        "fastai asks for it in every event, and would find it in the Learner the long way"
+        return getattr(self.learn, 'training', True)
 
     @property
     def learn(self): return self.__dict__.get('_learn')
@@ -140,12 +150,14 @@ class StepHistory:
 
     def add(self, outcome):
         "Note an outcome from `judge`"
-        self.pending.append(torch.stack([outcome.scale, outcome.flag]))
-        if len(self.pending) == 256: self.chunks, self.pending = [*self.chunks, torch.stack(self.pending)], []
+        self.pending.append((outcome.scale, outcome.flag))
+        if len(self.pending) == 256: self.chunks, self.pending = [*self.chunks, self._stacked()], []
+
+    def _stacked(self): return torch.stack([torch.stack(p) for p in self.pending])
 
     def _column(self, k):
         "One number of every step"
-        parts = [*self.chunks, *([torch.stack(self.pending)] if self.pending else [])]
+        parts = [*self.chunks, *([self._stacked()] if self.pending else [])]
         return torch.cat(parts)[:, k].cpu() if parts else torch.empty(0)
 
     @property
@@ -193,13 +205,13 @@ class MixedPrecisionCB(GuardedCallback):
         self.scaler, self.compute, self.overflow, self.group = scaler or StaticScaler(1.), compute, overflow, group
         compute_context(compute, overflow, torch.device('meta')) # refuses what cannot be
         self.history, self.last_outcome = StepHistory(), None
-        self._lent = self._ctx = self._inputs = self._kept = self._hooks = None
-        self._fresh, self._scaled, self._known, self._names = True, False, [], {}
+        self._lent = self._ctx = self._make = self._inputs = self._kept = self._hooks = None
+        self._fresh, self._open, self._scaled, self._known, self._names = True, False, False, [], {}
 
     def enter(self):
         "Lend half weights and inputs, for this batch"
         self.leave()
-        model = self.learn.model
+        self._open, model = True, self.learn.model
         if self._lent is None or self._lent.model is not model: self._attach(model)
         self._lent.enter() # before the dispatch mode, which would slow the casts down
         self._inputs, self.learn.xb = (self.learn.xb,), cast(self.learn.xb, self.dtype)
@@ -207,8 +219,10 @@ class MixedPrecisionCB(GuardedCallback):
 
     def _emulate(self):
         "Enter the context of forward and backward"
-        device = next(self.learn.model.parameters()).device
-        self._ctx = compute_context(self.compute, self.overflow, device)()
+        if self._make is None:
+            device = next(self.learn.model.parameters()).device
+            self._make = compute_context(self.compute, self.overflow, device)
+        self._ctx = self._make()
         self._ctx.__enter__()
 
     def _pause(self):
@@ -225,18 +239,19 @@ class MixedPrecisionCB(GuardedCallback):
     def leave(self):
         "Take back what was lent"
         if self.learn is not None: disarm(self.learn.opt)
+        if not self._open: return
         try: self._pause()
         finally:
             if self._lent is not None: self._lent.leave()
-        if self._inputs is None: return
-        if self.learn.xb is not None: self.learn.xb, = self._inputs
-        self._inputs = None
+        if self._inputs is not None and self.learn.xb is not None: self.learn.xb, = self._inputs
+        self._inputs, self._open = None, False
 
     def before_fit(self):
         "Look whether this can work"
         now = list(self.learn.model.modules())
         same = len(now) == len(self._known) and all(a is b for a,b in zip(now, self._known))
         if not same: self._lent = None                                  # other layers since
+        self._make = None                                               # or another device
         if not in_fit(self.learn): return
         refuse_fastais(self.learn)
         refuse_untrainable(self.learn.model, self.learn.opt)

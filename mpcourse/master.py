@@ -17,7 +17,7 @@ import numpy as np, torch, torch.nn as nn
 from fastcore.basics import patch
 from torch import Tensor
 
-from .half import cast_policy, norm_hooks
+from .half import cast_policy, _hook_norms, _stays
 
 # %% ../nbs/07_master.ipynb #2e341371
 def _groups(
@@ -308,6 +308,7 @@ class HalfWeights:
         self._params, self._buffers, self._rnns = _places(model, dtype)
         if not self._params:
             raise ValueError(f'There is nothing to lend: no parameter of {type(model).__name__} goes into {dtype}.')
+        self._stay = [m for m in model.modules() if _stays(m)]
         self._undo, self._shadows, self._copies, self._fresh, self._within = [], [], {}, {}, []
 
     def enter(self):
@@ -388,18 +389,25 @@ def _lend_buffer(
 
 # %% ../nbs/07_master.ipynb #d22e3d6a
 @patch
+def _lend_params(self:HalfWeights):
+    "One copy for each parameter, in all its places"
+    cast = _cast_to(self.dtype)
+    for m,name in self._params:
+        p = m._parameters.get(name)
+        if p is None or p.dtype is self.dtype: continue
+        held = self._copies.get(id(p))
+        if held is None: held = self._copies[id(p)] = p, cast(p), _version(p)
+        _put_before(m, name, held[1], self._shadows)
+
+@patch
 def _lend(self:HalfWeights):
     "Make the copies, within autograd, and put them in the way of the originals"
-    cast, norms = _cast_to(self.dtype), norm_hooks(self.model, self.dtype)
-    self._undo.append(norms.remove)
-    with torch.inference_mode(False), torch.enable_grad():
-        for m,name in self._params:
-            p = m._parameters.get(name)
-            if p is None or p.dtype is self.dtype: continue
-            held = self._copies.get(id(p))
-            if held is None: held = self._copies[id(p)] = p, cast(p), _version(p)
-            _put_before(m, name, held[1], self._shadows)
-    lows = {}
+    norms = _hook_norms(self._stay, self.dtype)
+    if norms: self._undo.append(norms.remove)
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled(): self._lend_params()
+    else:
+        with torch.inference_mode(False), torch.enable_grad(): self._lend_params()
+    cast, lows = _cast_to(self.dtype), {}
     for m,name in self._buffers:
         b = m._buffers.get(name)
         if b is None or b.dtype is self.dtype: continue
