@@ -72,14 +72,11 @@ class GuardedCallback(Callback):
         else: super().__setattr__(name, value)
 
     def __call__(self, event_name):
-        "fastai looks for every event's method, in Learner and model too; those that are not here go by"
-        here = event_name in self.__dict__ or hasattr(type(self), event_name)
-        if here or event_name == 'after_fit': return super().__call__(event_name)
-
-    @property
-    def training(self):
-        "fastai asks for it in every event, and would find it in the Learner the long way"
-        return getattr(self.learn, 'training', True)
+        "fastai looks in every event for a method of its name, and for `training`, in Learner and model too"
+        plain = self.run and self.run_train and self.run_valid and event_name not in self.__dict__
+        if not plain or event_name == 'after_fit': return super().__call__(event_name)
+        method = getattr(type(self), event_name, None)
+        if method is not None: method(self)
 
     @property
     def learn(self): return self.__dict__.get('_learn')

@@ -327,7 +327,7 @@ class HalfWeights:
         _uncover(self._shadows)
         while self._undo: self._undo.pop()()
         for i,(p,c,_) in self._copies.items():
-            if c._version != self._fresh.get(i, c._version): _write_back(p, c)
+            if c._version != self._fresh.get(i, 0): _write_back(p, c)
         self._copies, self._fresh, self.lent = {}, {}, False
 
     def __enter__(self):
@@ -402,8 +402,7 @@ def _lend_params(self:HalfWeights):
 @patch
 def _lend(self:HalfWeights):
     "Make the copies, within autograd, and put them in the way of the originals"
-    norms = _hook_norms(self._stay, self.dtype)
-    if norms: self._undo.append(norms.remove)
+    if self._stay: self._undo.append(_hook_norms(self._stay, self.dtype).remove)
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled(): self._lend_params()
     else:
         with torch.inference_mode(False), torch.enable_grad(): self._lend_params()
@@ -416,7 +415,7 @@ def _lend(self:HalfWeights):
     for m in self._rnns:
         for n in ('_flat_weights', '_flat_weight_refs'): _put_before(m, n, (), self._shadows)
         m._init_flat_weights()                              # on a GPU it moves the copies into one piece
-    self._fresh = {i: c._version for i,(_,c,_) in self._copies.items()}
+    if self._rnns: self._fresh = {i: c._version for i,(_,c,_) in self._copies.items()}
 
 # %% ../nbs/07_master.ipynb #8ac803d5
 def _plain(
