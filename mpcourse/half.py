@@ -116,9 +116,9 @@ def takes_half(
     m:nn.Module, # a norm
 )->bool:
     "Can this norm be given half inputs, and computes in FP32 all the same?"
-    where = MIXED.get(type(m), ())
-    devices = [t.device.type for t in (*m._parameters.values(), *m._buffers.values()) if t is not None and where]
-    return bool(devices) and all(d in where for d in devices)
+    if type(m) not in MIXED: return False
+    t = next((t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None), None)
+    return t is not None and t.device.type in MIXED[type(m)]
 
 def norm_hooks(
     model:nn.Module, # any model
