@@ -242,7 +242,7 @@ def load_state_dict(self:LossScaler,
     state:dict, # from `state_dict`
 ):
     "Restore; ValueError with a sentence, and nothing changed, if the state is not of this policy"
-    if 'policy' not in state: state = self.translate(state)
+    if not {'policy', 'version'} & set(state): state = self.translate(state)
     if state.get('policy') != type(self).__name__:
         raise ValueError(f'This is the state of {state.get("policy", "no policy of ours")!r}, not of '
                          f'{type(self).__name__!r}: load it into a scaler of its own kind.')
@@ -251,7 +251,9 @@ def load_state_dict(self:LossScaler,
     if state['version'] > self.version:
         raise ValueError(f'The state has version {state["version"]}, known up to {self.version}: upgrade mpcourse.')
     hyper = {n: state[n] for n in self.hyper_names}
-    like = type(self)(**hyper) if hyper else self        # refuses what the constructor refuses
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        like = type(self)(**hyper) if hyper else self        # refuses what the constructor refuses
     like.check_state(state)
     vars(self).update({n: getattr(like, n) for n in vars(like) if n not in self.state_names})
     if not hyper: self.init_scale = min(self.init_scale, float(state['scale']))
