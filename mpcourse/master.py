@@ -308,7 +308,7 @@ class HalfWeights:
         self._params, self._buffers, self._rnns = _places(model, dtype)
         if not self._params:
             raise ValueError(f'There is nothing to lend: no parameter of {type(model).__name__} goes into {dtype}.')
-        self._stay = [m for m in model.modules() if _stays(m)]
+        self._stay, self._cast = [m for m in model.modules() if _stays(m)], _cast_to(dtype)
         self._undo, self._shadows, self._copies, self._fresh, self._within = [], [], {}, {}, []
 
     def enter(self):
@@ -391,26 +391,27 @@ def _lend_buffer(
 @patch
 def _lend_params(self:HalfWeights):
     "One copy for each parameter, in all its places"
-    cast = _cast_to(self.dtype)
+    copies, shadows, dtype = self._copies, self._shadows, self.dtype
     for m,name in self._params:
         p = m._parameters.get(name)
-        if p is None or p.dtype is self.dtype: continue
-        held = self._copies.get(id(p))
-        if held is None: held = self._copies[id(p)] = p, cast(p), _version(p)
-        _put_before(m, name, held[1], self._shadows)
+        if p is None or p.dtype is dtype: continue
+        held = copies.get(id(p))
+        if held is None: held = copies[id(p)] = p, self._cast(p), _version(p)
+        _put_before(m, name, held[1], shadows)
 
 @patch
 def _lend(self:HalfWeights):
     "Make the copies, within autograd, and put them in the way of the originals"
-    if self._stay: self._undo.append(_hook_norms(self._stay, self.dtype).remove)
+    hooks = _hook_norms(self._stay, self.dtype)
+    if hooks: self._undo.append(hooks.remove)
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled(): self._lend_params()
     else:
         with torch.inference_mode(False), torch.enable_grad(): self._lend_params()
-    cast, lows = _cast_to(self.dtype), {}
+    lows = {}
     for m,name in self._buffers:
         b = m._buffers.get(name)
         if b is None or b.dtype is self.dtype: continue
-        if b not in lows: lows[b] = cast(b.detach())
+        if b not in lows: lows[b] = self._cast(b.detach())
         self._undo.append(_lend_buffer(m, name, lows[b]))
     for m in self._rnns:
         for n in ('_flat_weights', '_flat_weight_refs'): _put_before(m, n, (), self._shadows)
