@@ -13,6 +13,12 @@ CHROME_ARGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-ru
 sys.path.insert(0, str(ROOT/'tests'))
 
 
+def pytest_collection_modifyitems(items):
+    "What depends on sockets, other processes or a browser gets a second try, and the report shows it"
+    for item in items:
+        if {'ranks', 'browser', 'lab'} & set(item.fixturenames): item.add_marker(pytest.mark.flaky(reruns=1))
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     "One torch thread in each test: results and times do not depend on the machine's cores"
