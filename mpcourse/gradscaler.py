@@ -6,9 +6,10 @@
 __all__ = ['DEFAULTS', 'NEUTRAL', 'GradScaler']
 
 # %% ../nbs/13_gradscaler.ipynb #054b7808
-import weakref
+import inspect, weakref
 from collections import defaultdict
 from copy import copy
+from functools import lru_cache
 
 import torch
 from fastcore.basics import patch
@@ -53,7 +54,7 @@ class GradScaler(TorchGradScaler):
         if device is None: self._device = None
         if policy is None: self.policy = DynamicScaler(**(DEFAULTS | given))
         self.group, self.names, self.outcomes, self._open = group, {}, [], False
-        self._counted, self._left_at, self._by_hand = None, 0, False
+        self._counted, self._left_at, self._copy, self._one, self._by_hand = None, 0, None, None, False
 
     @property
     def _scale(self): return self.policy.scale if self._ready else None
@@ -63,12 +64,12 @@ class GradScaler(TorchGradScaler):
         if self._ready: self.policy.scale = scale
 
     @property
-    def _growth_tracker(self): return getattr(self.policy, 'growth_tracker', _no_tracker()) if self._ready else None
+    def _growth_tracker(self):
+        if not self._ready: return None
+        return self.policy.growth_tracker if hasattr(self.policy, 'growth_tracker') else torch.zeros((), dtype=torch.int32)
     @_growth_tracker.setter
     def _growth_tracker(self, tracker):
         if tracker is not None and hasattr(self.policy, 'growth_tracker'): self.policy.growth_tracker = tracker
-
-def _no_tracker(): return torch.zeros((), dtype=torch.int32)
 
 # %% ../nbs/13_gradscaler.ipynb #7eba45ef
 @patch
@@ -131,45 +132,55 @@ class _Sight:
         self.scale, self.wants, self.strict, self.check, self.inv = p.scale, scaler._wanted(), p.strict, check, inv
         self.shared = check or scaler.one_for_all
         scaler._by_hand |= p.scale._version != scaler._left_at     # then `lowest` no longer holds
-        self.by_hand = scaler._by_hand
+        self.by_hand, self.twice = scaler._by_hand, False
 
     def inv_scale(self, name=None): return self.inv if self.shared else self.policy.inv_scale(name)
 
     def below_one(self):
         if self.check: return False
-        return not self.policy._bound.look(self.scale) >= 1 if self.by_hand else self.policy.below_one()
+        self.twice = not self.policy._bound.look(self.scale) >= 1 if self.by_hand else self.policy.below_one()
+        return self.twice
 
 @patch
 def _gradients(self:GradScaler, optimizer, allow_fp16):
     "Triples for `unscale_`, with torch's own refusals; of a sparse gradient its values"
-    triples = []
-    for p in (p for group in optimizer.param_groups for p in group['params']):
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    for p in params:
         if not isinstance(p, Tensor): raise AssertionError(f'expected param to be torch.Tensor, got {type(p).__name__}')
-        g = p.grad
-        if g is None: continue
-        half = g.dtype is torch.float16
-        if half and not allow_fp16: raise ValueError('Attempting to unscale FP16 gradients.')
-        if g.is_sparse:
-            if half: p.grad = g = g.coalesce()         # duplicates are added here, and may overflow
-            g = g._values()
-        triples.append((self.names.get(id(p)), g, g))
-    return triples
+    pairs = [(p, g) for p in params if (g := p.grad) is not None]
+    kinds = {(g.dtype, g.is_sparse) for _,g in pairs}
+    if not allow_fp16 and any(dtype is torch.float16 for dtype,_ in kinds):
+        raise ValueError('Attempting to unscale FP16 gradients.')
+    for p,g in pairs if (torch.float16, True) in kinds else ():
+        if g.is_sparse: p.grad = g.coalesce()          # duplicates are added here, and may overflow
+    if any(sparse for _,sparse in kinds): pairs = [(p, p.grad._values() if g.is_sparse else g) for p,g in pairs]
+    name = self.names.get
+    return [(name(id(p)), g, g) for p,g in pairs]
 
 @patch
 def _look(self:GradScaler, optimizer, inv_scale, allow_fp16, check):
     "Observe an optimizer's gradients and unscale them, or only observe (`check`); torch's dict of flags by device"
     triples = self._gradients(optimizer, allow_fp16)
     if not triples: return {}
-    obs = reduce(unscale_(triples, _Sight(self, inv_scale, check)), self.group)
-    flag = obs['found_inf'].clamp_(max=1)              # a view: who changes the flag changes the observation
+    sight = _Sight(self, inv_scale, check)
+    obs = reduce(unscale_(triples, sight), self.group)
+    flag = obs['found_inf']                            # a view: who changes the flag changes the observation
+    if sight.twice or self.group is not None: flag.clamp_(max=1)       # fused kernels know 0 and 1 only
     if 'found_after' in obs.names: flag = (flag + obs['found_after']).clamp_(max=1)
     self._per_optimizer_states[id(optimizer)]['observation'] = obs
     return {flag.device: flag}
 
 @patch
 def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16):
-    "What torch's `unscale_` and `step` call; it allows FP16 where it looks only, for an optimizer that divides by itself"
-    return self._look(optimizer, inv_scale, allow_fp16, check=allow_fp16)
+    "What torch's `unscale_` calls"
+    return self._look(optimizer, inv_scale, allow_fp16, check=False)
+
+@patch
+def _check_inf_per_device(self:GradScaler, optimizer):
+    "What torch calls for an optimizer that divides by itself: look, and leave the scale in"
+    if self._one is None or self._one.device != self._scale.device: self._one = torch.ones_like(self._scale)
+    found = self._per_optimizer_states[id(optimizer)]['found_inf_per_device'] = self._look(optimizer, self._one, True, check=True)
+    return found
 
 # %% ../nbs/13_gradscaler.ipynb #a38e89bc
 class _Gradients:
@@ -211,6 +222,25 @@ def _unscale_ahead(self:GradScaler, optimizer, state):
     state['found_inf_per_device'] = self._look(optimizer, self.policy.inv_scale(), True, check=False)
     state['stage'] = OptState.UNSCALED
 
+@lru_cache
+def _takes_scaler(kind):
+    "Is this an optimizer of the old contract, whose step has an argument `grad_scaler`?"
+    return 'grad_scaler' in inspect.signature(kind.step).parameters
+
+@patch
+def _step_alone(self:GradScaler, optimizer, state, *args, **kwargs):
+    "Hand scale and flag over as tensors to an optimizer that divides and skips by itself, as torch does"
+    if state['stage'] is OptState.STEPPED: raise RuntimeError('step() has already been called since the last update().')
+    given = getattr(optimizer, 'grad_scale', None)
+    if state['stage'] is OptState.READY:
+        self._check_inf_per_device(optimizer)
+        given = self._scale if given is None else self._scale*given
+    optimizer.grad_scale, optimizer.found_inf = given, sum(state['found_inf_per_device'].values())
+    try: res = optimizer.step(*args, **kwargs)
+    finally: disarm(optimizer)
+    state['stage'] = OptState.STEPPED
+    return res
+
 @patch
 def step(self:GradScaler,
     optimizer, # whose gradients carry the scale, or have been unscaled
@@ -223,11 +253,12 @@ def step(self:GradScaler,
     alone = fused and skips_itself(optimizer)
     if fused and state['stage'] is OptState.READY:
         if not alone or not self.one_for_all or _Sight(self, None, False).below_one(): self._unscale_ahead(optimizer, state)
-    if fused and not alone: optimizer._step_supports_amp_scaling = False
-    try: res = TorchGradScaler.step(self, optimizer, *args, **kwargs)
-    finally:
-        if fused: disarm(optimizer)
-        if fused and not alone: optimizer._step_supports_amp_scaling = True
+    if alone and not _takes_scaler(type(optimizer)): res = self._step_alone(optimizer, state, *args, **kwargs)
+    else:
+        if fused and not alone: optimizer._step_supports_amp_scaling = False
+        try: res = TorchGradScaler.step(self, optimizer, *args, **kwargs)
+        finally:
+            if fused and not alone: optimizer._step_supports_amp_scaling = True
     self._record(optimizer, state)
     return res
 
@@ -241,7 +272,14 @@ def _settle(self:GradScaler,
     if new is home: return
     home.copy_(new)
     self.policy.scale = home
-    self.policy._bound, self._left_at = bound.sees(home), home._version
+    self.policy._bound, self._left_at, self._copy = bound.sees(home), home._version, new
+
+@patch
+def _snapshot(self:GradScaler):
+    "A tensor with the present scale that nobody writes to; the last one as long as it is true"
+    if self._scale._version != self._left_at: return self._scale.clone()
+    if self._copy is None: self._copy = self._scale.clone()
+    return self._copy
 
 @patch
 def _observed(self:GradScaler):
@@ -271,11 +309,11 @@ def update(self:GradScaler,
     "Choose the next scale; ValueError for a number that cannot work as one"
     if not self._enabled: return
     home, _ = self._check_scale_growth_tracker('update')
-    before = home.clone()
+    before = self._snapshot()
     if isinstance(new_scale, float): valid_scale(new_scale)
     if new_scale is not None: TorchGradScaler.update(self, new_scale)
     else: self._decide(self._observed(), home)
-    after = home.clone()
+    after = self._snapshot()
     for o in self.outcomes if self._open else []: o.scale, o.next_scale = before, after
     self._forget()
 
@@ -338,4 +376,4 @@ def load_state_dict(self:GradScaler,
 def __getstate__(self:GradScaler):
     state = TorchGradScaler.__getstate__(self)
     for n in ('_scale', '_growth_tracker'): state.pop(n, None)
-    return state | dict(policy=copy(self.policy).to('cpu'), _ready=False, outcomes=[], names={}, _counted=None)
+    return state | dict(policy=copy(self.policy).to('cpu'), _ready=False, outcomes=[], names={}, _counted=None, _copy=None, _one=None)

@@ -261,9 +261,9 @@ def _by_kind(triples, scaler):
     for name,grad,master in triples:
         if grad.is_sparse: raise ValueError(f'The gradient of {name} is sparse, not to be unscaled: take sparse=False.')
         inv = scaler.inv_scale(name)
-        kinds.setdefault((master.device, master.dtype, id(inv)), (inv, [], []))
-        _,gs,ms = kinds[master.device, master.dtype, id(inv)]
-        gs.append(grad); ms.append(master)
+        key = master.device, master.dtype, id(inv)
+        kind = kinds[key] if key in kinds else kinds.setdefault(key, (inv, [], []))
+        kind[1].append(grad); kind[2].append(master)
     return kinds.values()
 
 # %% ../nbs/08_static.ipynb #294be8ad
