@@ -100,7 +100,8 @@ class HostBound:
             if not self.value >= 1: self.value = scale.item()          # nothing to wait for
             return self.value
         if torch.cuda.is_current_stream_capturing(): return 0.
-        if self.pending and self.pending[0].query(): self.value, self.pending = self.pending[1].item()*self.pending[2], None
+        if self.pending and self.pending[0].query():
+            self.value, self.pending = self.pending[1].item()*self.pending[2], None
         if not self.pending and self.value < 2**8:
             host = torch.empty((), pin_memory=True).copy_(scale, non_blocking=True)
             self.pending = [torch.cuda.current_stream(scale.device).record_event(), host, 1.]
@@ -114,6 +115,7 @@ class LossScaler:
     version = 1 # of the state dict
     state_names = ('scale',) # tensors that make up the state
     hyper_names = () # arguments of the constructor that belong to the state, kept as attributes
+    bounds = FLOOR, CEILING # of the scale in a state
     drop = 0. # the smallest factor by which one update can multiply the scale, where it is known
 
     def __init__(self,
@@ -196,7 +198,8 @@ def update(self:LossScaler,
 def state_dict(self:LossScaler)->dict: # tensors, hyper-parameters, the policy's name and a version
     "All that the policy remembers"
     tensors = {n: getattr(self, n).detach().clone() for n in self.state_names}
-    return dict(policy=type(self).__name__, version=self.version, **{n: getattr(self, n) for n in self.hyper_names}, **tensors)
+    hyper = {n: getattr(self, n) for n in self.hyper_names}
+    return dict(policy=type(self).__name__, version=self.version, **hyper, **tensors)
 
 @patch
 def translate(self:LossScaler,
@@ -214,7 +217,9 @@ def check_state(self:LossScaler,
         mine, theirs = getattr(self, n), state[n]
         if not (isinstance(theirs, Tensor) and theirs.shape == mine.shape and theirs.dtype == mine.dtype):
             raise ValueError(f'{n} is {theirs!r} in the state, not a {mine.dtype} tensor of shape {tuple(mine.shape)}.')
-    valid_scale(float(state['scale']))
+    scale, (low, high) = float(state['scale']), self.bounds
+    if not low <= scale <= high:
+        raise ValueError(f'A loss scale of {scale:g} cannot work: it has to lie between {low:g} and {high:g}.')
 
 @patch
 def load_state_dict(self:LossScaler,
@@ -249,7 +254,8 @@ def count_wanted(
     grads:list, # scaled gradients, in their own format
 )->Tensor: # 0-dim float32
     "An additive statistic over a list of tensors, or their largest magnitude"
-    if want == 'amax': return torch.stack([n.to(grads[0].device).float() for n in torch._foreach_norm(grads, torch.inf)]).max()
+    if want == 'amax':
+        return torch.stack([n.to(grads[0].device).float() for n in torch._foreach_norm(grads, torch.inf)]).max()
     if want == 'total': return torch.tensor(float(sum(g.numel() for g in grads)))
     if isinstance(want, tuple) and want[0] == 'above':
         return torch.stack([(g.abs() >= want[1]).sum() for g in grads]).sum().float()
