@@ -78,33 +78,36 @@ class Handle:
     def remove(self): "Nothing was attached"
 
 class HostBound:
-    "A lower bound of a scale on a GPU, known on the host without waiting: an old copy, and how far it fell since"
-    def __init__(self, value=0.): self.value, self.pending, self.version = value, None, 0
+    "A lower bound of a scale that lives on a GPU, known to the host without waiting: an old copy, and how far it fell"
+    def __init__(self,
+        value:float=0., # what is known of the scale; 0 is nothing
+    ): self.value, self.pending, self.version = value, None, 0
+
     def __reduce__(self): return HostBound, ()         # a copy knows nothing, and asks again
 
     def fall(self, drop):
-        "One update passed"
+        "One update passed, which can have multiplied the scale by `drop`"
         self.value *= drop
         if self.pending: self.pending[2] *= drop
         return self
 
     def sees(self, scale):
-        "Remember how often this tensor was written to"
+        "Remember how often this tensor was written to: whoever writes to it in place makes the bound worthless"
         self.version = scale._version
         return self
 
+    def copy(self, scale):
+        "Ask for a copy; (has it come?, where it will be)"
+        if scale.device.type == 'cpu': return (lambda: True), scale.clone()
+        host = torch.empty((), pin_memory=True).copy_(scale, non_blocking=True)
+        return torch.cuda.current_stream(scale.device).record_event().query, host
+
     def look(self, scale):
         "The bound; asks for a new copy when it gets low, and takes it when it has come"
-        if scale._version != self.version: self.__init__(); self.sees(scale)
-        if scale.device.type == 'cpu':
-            if not self.value >= 1: self.value = scale.item()          # nothing to wait for
-            return self.value
-        if torch.cuda.is_current_stream_capturing(): return 0.
-        if self.pending and self.pending[0].query():
+        if scale._version != self.version: self.value, self.pending, self.version = 0., None, scale._version
+        if not self.pending and self.value < 2**8: self.pending = [*self.copy(scale), 1.]
+        if self.pending and self.pending[0]():
             self.value, self.pending = self.pending[1].item()*self.pending[2], None
-        if not self.pending and self.value < 2**8:
-            host = torch.empty((), pin_memory=True).copy_(scale, non_blocking=True)
-            self.pending = [torch.cuda.current_stream(scale.device).record_event(), host, 1.]
         return self.value
 
 class LossScaler:
@@ -185,7 +188,9 @@ def lowest(self:LossScaler)->float:
 @patch
 def below_one(self:LossScaler)->bool:
     "May the present scale be below 1, where a finite gradient can overflow as it is unscaled? Waits for no GPU"
-    return self.lowest < 1 and (self.scale.device.type not in ('cpu', 'cuda') or not self._bound.look(self.scale) >= 1)
+    if self.lowest >= 1: return False
+    known = self.scale.is_cpu or self.scale.is_cuda and not torch.cuda.is_current_stream_capturing()
+    return not (known and self._bound.look(self.scale) >= 1)
 
 @patch
 def update(self:LossScaler,
