@@ -401,6 +401,8 @@ def __getstate__(self:GradScaler):
     state = TorchGradScaler.__getstate__(self)
     for n in ('_scale', '_growth_tracker'): state.pop(n, None)
     policy = copy(self.policy).to('cpu')
+    for n in policy.state_names: setattr(policy, n, getattr(policy, n).clone())        # a shallow copy owns them too
+    if self._enabled: state['_per_optimizer_states'] = defaultdict(_refresh_per_optimizer_state)
     return state | dict(policy=policy, _ready=False, outcomes=[], names={}, _counted=None, _copy=None, _one=None)
 
 # %% ../nbs/13_gradscaler.ipynb #ef40770c

@@ -373,7 +373,7 @@ def test_a_restored_scaler_goes_on_bit_for_bit(policy, started):
 
 @library
 @policies
-@pytest.mark.parametrize('how', [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+@pytest.mark.parametrize('how', [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_copies_go_their_own_way(policy, how):
     one = GradScaler(policy()); bad_steps(one, PATTERN)
     other = how(one)
