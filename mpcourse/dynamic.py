@@ -129,11 +129,16 @@ def moved(self:DynamicScaler,
     return scale.clamp_(*self.bounds)
 
 @patch
+def at_floor(self:DynamicScaler)->Tensor: # 0-dim bool
+    "Has the scale no room left to back off?"
+    return self.scale*self.backoff_factor < self.floor
+
+@patch
 def mind_floor(self:DynamicScaler,
     bad:Tensor, # 0-dim bool: would the policy back off now?
 ):
     "Raise or warn where the scale has no room to back off, before anything has changed"
-    if not bad or self.scale*self.backoff_factor >= self.floor: return
+    if not bad or not self.at_floor(): return
     says = (f'The gradients overflow at a loss scale of {self.scale.item():g}, which may not fall below '
             f'{self.floor:g}: the loss is probably exploding. Lower the learning rate, or look at the data.')
     if self.on_floor == 'raise': raise FloatingPointError(says)
@@ -203,13 +208,19 @@ class HysteresisScaler(DynamicScaler):
         self.hysteresis, self.refill = int(hysteresis), refill
         self.hysteresis_tracker = torch.tensor(self.hysteresis, dtype=torch.int32)
 
+    def patience(self,
+        found:Tensor, # 0-dim float32, what was not finite
+    )->tuple: # patience left, and whether to back off
+        "An overflow takes one, and the scale backs off where none is left"
+        bad = found != 0
+        left = self.hysteresis_tracker - bad.int()
+        return left, bad & (left <= 0)
+
     def update(self,
         obs:Observation, # of the whole step
     ):
         "Lose patience at an overflow, back off when there is none left; a forgiven overflow restarts the count too"
-        bad = obs['found_inf'] != 0
-        left = self.hysteresis_tracker - bad.int()
-        out = bad & (left <= 0)
+        bad, (left, out) = obs['found_inf'] != 0, self.patience(obs['found_inf'])
         if self.needs_sync: self.mind_floor(out)
         tracker = self.growth_tracker.masked_fill(bad, -1)
         scale = self.moved(out.float(), tracker)

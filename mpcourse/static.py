@@ -186,6 +186,17 @@ def lowest(self:LossScaler)->float:
     return self.init_scale
 
 @patch
+def set_scale(self:LossScaler,
+    scale:float, # from now on
+):
+    "Go on with another scale; ValueError if it cannot work"
+    low, high = self.bounds
+    if not low <= valid_scale(scale) <= high:
+        raise ValueError(f'A loss scale of {scale:g} is out of bounds: it has to lie between {low:g} and {high:g}.')
+    self.scale = torch.full_like(self.scale, scale)
+    if not self.hyper_names: self.init_scale = min(self.init_scale, float(scale))
+
+@patch
 def below_one(self:LossScaler)->bool:
     "May the present scale be below 1, where a finite gradient can overflow as it is unscaled? Waits for no GPU"
     if self.lowest >= 1: return False
@@ -268,25 +279,25 @@ def count_wanted(
 
 def _by_kind(triples, scaler):
     "Group triples that one kernel call can take: same device, dtype and inverse"
-    kinds = {}
+    kinds, one = {}, scaler.inv_scale() if type(scaler).inv_scale is LossScaler.inv_scale else None
     for name,grad,master in triples:
         if grad.is_sparse: raise ValueError(f'The gradient of {name} is sparse, not to be unscaled: take sparse=False.')
-        inv = scaler.inv_scale(name)
+        inv = scaler.inv_scale(name) if one is None else one
         key = master.device, master.dtype, id(inv)
-        kind = kinds[key] if key in kinds else kinds.setdefault(key, (inv, [], []))
-        kind[1].append(grad); kind[2].append(master)
+        if key not in kinds: kinds[key] = inv, [], []
+        kinds[key][1].append(grad); kinds[key][2].append(master)
     return kinds.values()
 
 # %% ../nbs/08_static.ipynb #294be8ad
-def _unscale_kind(inv, grads, masters, again, flags):
-    "One kind of tensors: copy, unscale, and note in `flags` what was not finite before, and after"
-    new = [(m, g) for m,g in zip(masters, grads) if m is not g]
-    if new: torch._foreach_copy_(*map(list, zip(*new)))
-    here = [f if f.device == masters[0].device else f.to(masters[0].device) for f in flags]
-    inv = inv.to(masters[0].device)
-    torch._amp_foreach_non_finite_check_and_unscale_(masters, here[0], inv)
-    if again: torch._amp_foreach_non_finite_check_and_unscale_(masters, here[1], torch.ones_like(inv))
-    for f,h in zip(flags, here): f if h is f else f.copy_(h)
+def _check_and_multiply_(ts, flag, factor):
+    "Torch's kernel: note in `flag` whether anything is not finite, then multiply"
+    here = flag.to(ts[0].device)
+    torch._amp_foreach_non_finite_check_and_unscale_(ts, here, factor.to(ts[0].device))
+    if here is not flag: flag.copy_(here)
+
+def _may_overflow(scaler, grads, masters):
+    "Can unscaling at a scale below 1 leave FP32's range? A copied half gradient cannot, down to the floor"
+    return scaler.strict or not all(g.dtype == torch.float16 != m.dtype for g,m in zip(grads, masters))
 
 @torch.no_grad()
 def unscale_(
@@ -296,15 +307,18 @@ def unscale_(
     "Copy gradients to FP32 and take the scale out, in place; ValueError for sparse gradients, or none at all"
     triples = [t for t in named if t[1] is not None]
     if not triples: raise ValueError('No parameter has a gradient: unfreeze some, or let the loss depend on the model.')
-    home, own = scaler.scale.device, {'found_inf', 'found_after'}
-    counts = {w: count_wanted(w, [g for _,g,_ in triples]).to(home) for w in sorted(scaler.wants - own, key=str)}
-    flags, again = (torch.zeros((), device=home), torch.zeros((), device=home)), scaler.below_one()
+    home, wants, again = scaler.scale.device, scaler.wants, scaler.below_one()
+    counted = sorted(wants - {'found_inf', 'found_after'}, key=str)
+    counts = {w: count_wanted(w, [g for _,g,_ in triples]).to(home) for w in counted}
+    found = torch.zeros((), device=home)
+    after = torch.zeros((), device=home) if 'found_after' in wants else found
     for inv,grads,masters in _by_kind(triples, scaler):
-        wider = all(g.dtype == torch.float16 != m.dtype for g,m in zip(grads, masters))
-        _unscale_kind(inv, grads, masters, again and (scaler.strict or not wider), flags)
-    if 'found_after' in scaler.wants: counts = {'found_after': flags[1], **counts}
-    elif again: flags[0].add_(flags[1])
-    return Observation(('found_inf', *counts), torch.stack([flags[0], *counts.values()]))
+        new = [(m, g) for m,g in zip(masters, grads) if m is not g]
+        if new: torch._foreach_copy_(*map(list, zip(*new)))
+        _check_and_multiply_(masters, found, inv)
+        if again and _may_overflow(scaler, grads, masters): _check_and_multiply_(masters, after, torch.ones_like(inv))
+    if after is not found: counts = {'found_after': after, **counts}
+    return Observation(('found_inf', *counts), torch.stack([found, *counts.values()]) if counts else found[None])
 
 # %% ../nbs/08_static.ipynb #57c23210
 @dataclass
