@@ -7,7 +7,7 @@ from mpcourse.gradscaler import GradScaler
 
 SETS = {'60 tensors, 5 M': [(408, 408), (408,)]*30, '160 tensors, 25 M': [(558, 558), (558,)]*80}
 OPTS = {'SGD': dict(cls=torch.optim.SGD, lr=1e-9), 'Adam': dict(cls=torch.optim.Adam, lr=1e-9)}
-REPEATS = 31
+TURNS = 7200                              # tensors times turns: the smaller set is noisier and gets more
 
 
 class Reads(TorchDispatchMode):
@@ -40,7 +40,7 @@ class Training:
 def alternate(training, scalers, done):
     "Seconds of an iteration with each scaler, in turn, on the same parameters; who goes first takes turns too"
     times = {k: [] for k in scalers}
-    for i in range(REPEATS + 3):
+    for i in range(TURNS//len(training.params) + 3):
         for k,scaler in list(scalers.items())[::1 - 2*(i % 2)]:
             training.refill(); done()
             start = time.perf_counter()

@@ -18,6 +18,7 @@ from torch.amp import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from .dynamic import DynamicScaler
+from .policies import get_policy
 from .static import (LossScaler, Observation, StepOutcome, count_wanted, disarm, named_gradients,
                              parameter_names, reduce, skips_itself, unscale_, valid_scale)
 
@@ -32,7 +33,7 @@ def _is_device(x):
 class GradScaler(TorchGradScaler):
     "torch.amp.GradScaler with any of our policies, and no way for a NaN into the weights"
     def __init__(self,
-        policy:LossScaler=None, # which scale, and when to change it; torch's rule if None; or a device, as in torch
+        policy:LossScaler|str=None, # a scaler or its name; torch's rule if None; or a device, as in torch
         device:str=None, # 'cuda', 'cpu'; that of the first loss if None
         init_scale:float=None, # the first scale, 2^16 if None; this and the next three are for torch's rule only
         growth_factor:float=None, # 2 if None
@@ -44,8 +45,7 @@ class GradScaler(TorchGradScaler):
         if _is_device(policy): policy, device = None, policy if device is None else device
         given = zip(TORCH_DEFAULTS, (init_scale, growth_factor, backoff_factor, growth_interval))
         given = {k: v for k,v in given if v is not None}
-        if policy is not None and not isinstance(policy, LossScaler):
-            raise TypeError(f'policy={policy!r} is no policy: take an instance of a LossScaler, or a device.')
+        if policy is not None: policy = get_policy(policy)
         if policy is not None and given:
             raise ValueError(f'{", ".join(given)} beside a policy would be lost: give it to {type(policy).__name__}.')
         self.policy, self._ready, numbers = policy, False, TORCH_DEFAULTS | given
@@ -127,19 +127,22 @@ def scale(self:GradScaler,
 # %% ../nbs/13_gradscaler.ipynb #c3821521
 class _Sight:
     "A policy as `unscale_` shall see it"
+    inv_scale = LossScaler.inv_scale
     def __init__(self, scaler, inv, check):
         p = self.policy = scaler.policy
-        self.scale, self.wants, self.strict, self.check, self.inv = p.scale, scaler._wanted(), p.strict, check, inv
-        self.shared = check or scaler.one_for_all
+        self.scale, self.wants, self.strict, self.check = p.scale, scaler._wanted(), p.strict, check
+        self._inverse = p.scale._version, inv                      # where `inv_scale` looks first
         scaler._by_hand |= p.scale._version != scaler._left_at     # written to by others
         self.by_hand, self.twice = scaler._by_hand, False
-
-    def inv_scale(self, name=None): return self.inv if self.shared else self.policy.inv_scale(name)
 
     def below_one(self):
         if self.check: return False
         self.twice = not self.policy._bound.look(self.scale) >= 1 if self.by_hand else self.policy.below_one()
         return self.twice
+
+class _OwnSight(_Sight):
+    "For policies with more than one scale"
+    def inv_scale(self, name=None): return self.policy.inv_scale(name)
 
 @patch(as_prop=True)
 def one_for_all(self:GradScaler)->bool:
@@ -147,28 +150,32 @@ def one_for_all(self:GradScaler)->bool:
     return type(self.policy).inv_scale is LossScaler.inv_scale
 
 # %% ../nbs/13_gradscaler.ipynb #a092ad4a
+def _dense(p, g):
+    "What to look at in a gradient: of a sparse one its values"
+    if not g.is_sparse: return g
+    if g.dtype is torch.float16: p.grad = g = g.coalesce()     # duplicates are added here, and may overflow
+    return g._values()
+
 @patch
 def _gradients(self:GradScaler, optimizer, allow_fp16):
-    "Triples for `unscale_`, with torch's own refusals; of a sparse gradient its values"
+    "Triples for `unscale_`, with torch's own refusals"
     params = [p for group in optimizer.param_groups for p in group['params']]
     for p in params:
         if not isinstance(p, Tensor): raise AssertionError(f'expected param to be torch.Tensor, got {type(p).__name__}')
-    pairs = [(p, g) for p in params if (g := p.grad) is not None]
-    kinds = {(g.dtype, g.is_sparse) for _,g in pairs}
-    if not allow_fp16 and any(dtype is torch.float16 for dtype,_ in kinds):
-        raise ValueError('Attempting to unscale FP16 gradients.')
-    for p,g in pairs if (torch.float16, True) in kinds else ():
-        if g.is_sparse: p.grad = g.coalesce()          # duplicates are added here, and may overflow
-    if any(sparse for _,sparse in kinds): pairs = [(p, p.grad._values() if g.is_sparse else g) for p,g in pairs]
-    name = self.names.get
-    return [(name(id(p)), g, g) for p,g in pairs]
+    params = [p for p in params if p.grad is not None]
+    grads = [p.grad for p in params]
+    half = torch.float16 in {g.dtype for g in grads}
+    if half and not allow_fp16: raise ValueError('Attempting to unscale FP16 gradients.')
+    if any([g.is_sparse for g in grads]): grads = [*map(_dense, params, grads)]
+    if not self.names: return [(None, g, g) for g in grads]
+    return [(self.names.get(id(p)), g, g) for p,g in zip(params, grads)]
 
 @patch
 def _look(self:GradScaler, optimizer, inv_scale, allow_fp16, check):
     "Observe an optimizer's gradients and unscale them, or only observe (`check`); torch's dict of flags by device"
     triples = self._gradients(optimizer, allow_fp16)
     if not triples: return {}
-    sight = _Sight(self, inv_scale, check)
+    sight = (_Sight if check or self.one_for_all else _OwnSight)(self, inv_scale, check)
     obs = reduce(unscale_(triples, sight), self.group)
     flag = obs['found_inf']                            # a view: who changes the flag changes the observation
     if sight.twice or self.group is not None: flag.clamp_(max=1)       # fused kernels know 0 and 1 only

@@ -284,8 +284,9 @@ def _by_kind(triples, scaler):
         if grad.is_sparse: raise ValueError(f'The gradient of {name} is sparse, not to be unscaled: take sparse=False.')
         inv = scaler.inv_scale(name) if one is None else one
         key = master.device, master.dtype, id(inv)
-        if key not in kinds: kinds[key] = inv, [], []
-        kinds[key][1].append(grad); kinds[key][2].append(master)
+        kind = kinds.get(key)
+        if kind is None: kind = kinds[key] = inv, [], []
+        kind[1].append(grad); kind[2].append(master)
     return kinds.values()
 
 # %% ../nbs/08_static.ipynb #294be8ad

@@ -9,11 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpcourse.dynamic import DynamicScaler, HysteresisScaler
 from mpcourse.formats import same_bits
 from mpcourse.gradscaler import GradScaler
+from mpcourse.policies import OWN_POLICIES, POLICIES as PUBLISHED
 from mpcourse.static import Handle, LossScaler, StaticScaler
 
 Torch = torch.amp.GradScaler
 library = pytest.mark.library
 INF, NAN, H = torch.inf, torch.nan, torch.float16
+POLICIES_BY_NAME = PUBLISHED | OWN_POLICIES
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 OPTS = dict(
     sgd=lambda ps: SGD(ps, lr=.05),
@@ -312,8 +314,23 @@ def test_what_torch_takes_and_cannot_work(kw):
 def test_numbers_beside_a_policy_are_not_ignored():
     with pytest.raises(ValueError, match='init_scale, growth_interval beside a policy would be lost: give it to StaticScaler'):
         GradScaler(StaticScaler(), init_scale=2., growth_interval=5)
-    for wrong in (2.**16, 'nothing', object(), StaticScaler):
-        with pytest.raises(TypeError, match='is no policy'): GradScaler(wrong)
+    for wrong in (2.**16, 'nothing'):
+        with pytest.raises(ValueError, match='There is no policy'): GradScaler(wrong)
+
+
+@library
+@pytest.mark.parametrize('name', POLICIES_BY_NAME)
+@pytest.mark.parametrize('make_opt', [OPTS['momentum'], OPTS['adamw_fused']])
+def test_every_published_policy_by_its_name(name, make_opt):
+    "A storm, then gradients of zero: no weight is lost; the state goes over; the shared tensor stays"
+    s = GradScaler(name); assert type(s.policy) is POLICIES_BY_NAME[name]
+    s.scale(torch.ones(())); home = s._scale
+    try: scales, w = bad_steps(s, '0' + '1'*60 + '0', make_opt, grads=[0., 0.])
+    except FloatingPointError as e: assert 'Not finite: group 0, parameter 0' in str(e)
+    else: assert w.isfinite().all() and all(0 < x < INF for x in scales)
+    other = GradScaler(name); other.load_state_dict(pickle.loads(pickle.dumps(s.state_dict())))
+    assert s._scale is home is s.policy.scale and str(other.state_dict()) == str(s.state_dict())
+    assert bad_steps(other, '000')[0] == bad_steps(s, '000')[0]
 
 
 @library
