@@ -167,7 +167,7 @@ def as_state(self:DynamicScaler,
     scale = torch.as_tensor(scale).detach().float().reshape(()).cpu()
     low, high = max(self.floor, FLOOR), min(self.ceiling, CEILING)
     state = self.state_dict() | dict(version=1, scale=scale, init_scale=min(max(scale.item(), low), high))
-    trackers = {k: torch.tensor(int(v), dtype=torch.int32) for k,v in others.items() if k in self.state_names}
+    trackers = {k: torch.tensor(int(v), dtype=torch.int32) for k,v in others.items() if k.endswith('_tracker')}
     return state | others | trackers
 
 @patch

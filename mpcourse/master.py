@@ -573,7 +573,6 @@ def _check_fits(
                 'call use_master, or do not, as it was then.')
     if doc['opt'].keys() != opt.state_dict().keys(): return "The optimizer's state has other parts."
     if scaler is None and doc['scaler'] is not None: return 'The file has a scaler and none was given.'
-    if scaler is not None and doc['scaler'] is None: return 'A scaler was given and the file has none.'
     return ''
 
 # %% ../nbs/07_master.ipynb #8f0ee26b
@@ -623,9 +622,9 @@ def load_training_state(
     doc, model, opt = _read(Path(path)), _bare(model), _inner(opt)
     wrong = _check_fits(doc, model, opt, scaler)
     if wrong: raise ValueError(f'{path} does not fit. {wrong} Nothing was loaded.')
-    undo = _snapshot(model, opt, scaler)
+    undo, has = _snapshot(model, opt, scaler), doc['scaler'] is not None
     try:
-        if scaler is not None: scaler.load_state_dict(doc['scaler'])
+        if scaler is not None and has: scaler.load_state_dict(doc['scaler'])
         _load_opt(opt, doc['opt'])
         _set_random_states(doc['random'])
         model.load_state_dict(_with_meta(doc['model'], doc['meta']))
@@ -635,6 +634,8 @@ def load_training_state(
     with torch.no_grad():
         for m,saved in zip(_masters(model, opt), doc['masters']): m.copy_(saved)
     for n,p in model.named_parameters(): p.requires_grad_(doc['trainable'][n])
+    if scaler is not None and not has:
+        warnings.warn(f'{path} holds no state of a loss scaler: all else was loaded, {scaler!r} stays as it is.')
     return doc['extra']
 
 # %% ../nbs/07_master.ipynb #0700827b

@@ -99,9 +99,11 @@ def set_scale(self:ExactScaler,
 @patch
 def translate(self:ExactScaler,
     state:dict, # of another library
-)->dict: # as ours
-    "None of these peers stores all that is needed to go on"
-    return state
+)->dict: # never
+    "Of these peers Apex alone stores what is needed to go on; ValueError for a scale alone"
+    if 'loss_scale' not in state: return state
+    raise ValueError(f'This state holds a loss scale of {state["loss_scale"]:g} alone and no counters, as those of '
+                     'fairseq and metaseq do: that is not enough to go on. Give it to the constructor as init_scale.')
 
 # %% ../nbs/11_policies.ipynb #1a738589
 class FastaiScaler(ExactScaler):
@@ -129,7 +131,7 @@ class ApexAmpScaler(ExactScaler):
     """apex.amp: halves at every overflow, doubles after 2,000 clean steps in a row, at most 2^24; no floor.
 
     Source: NVIDIA Apex, apex/amp/scaler.py, removed in May 2025 (PR 1896).
-    Defaults: starts at 2^16, window 2000, max_loss_scale 2^24, min_loss_scale None. Its `scale_factor` was ignored: 2."""
+    Defaults: starts at 2^16, window 2000, max_loss_scale 2^24, min_loss_scale None; its `scale_factor` was ignored."""
     refills, source = '', 'apex.amp'
 
     def __init__(self,
@@ -144,10 +146,18 @@ class ApexAmpScaler(ExactScaler):
         ceiling = max(2.**24, init_scale) if ceiling is None else ceiling
         super().__init__(init_scale, factor, growth_interval, floor, ceiling, on_floor, strict)
 
+    def translate(self,
+        state:dict, # one of apex.amp's `loss_scaler0`, …
+    )->dict: # as ours
+        "Apex stores its scale and its counter"
+        if 'unskipped' not in state or 'loss_scale' not in state: return super().translate(state)
+        exact = torch.tensor(float(state['loss_scale']), dtype=self.number)
+        return self.as_state(exact.float(), growth_tracker=state['unskipped'], exact=exact)
+
 class ApexLegacyScaler(ExactScaler):
     """apex.fp16_utils: halves at every overflow but not below 1, doubles after 1,000 clean steps in a row; no ceiling.
 
-    Source: NVIDIA Apex, apex/fp16_utils/loss_scaler.py, removed in May 2025 (PR 1896); Megatron and DeepSpeed grew from it.
+    Source: NVIDIA Apex, apex/fp16_utils/loss_scaler.py, removed in May 2025 (PR 1896); DeepSpeed's ancestor.
     Defaults: init_scale 2^32, scale_factor 2, scale_window 1000."""
     refills, source = '', 'apex.fp16_utils'
 
@@ -288,7 +298,7 @@ class FairseqScaler(ExactScaler):
     """fairseq's DynamicLossScaler: backs off where the share of overflows since the last change reaches a tolerance.
 
     Source: fairseq, fairseq/optim/dynamic_loss_scaler.py.
-    Defaults, of the class: 2^15, factor 2, window 2000, tolerance 0, min 1e-4, where it raises (the command line starts at 2^7).
+    Defaults, of the class: 2^15, factor 2, window 2000, tolerance 0, min 1e-4, where it raises; its CLI starts at 2^7.
     The floor is a bound that is not reached; `threshold`, if given, is one at which the scale stays."""
     refills, source = '', 'fairseq'
     state_names = ('scale', 'exact', 'since_overflow', 'since_rescale', 'overflows')
@@ -394,7 +404,7 @@ class MetaseqScaler(FairseqScaler):
 
 # %% ../nbs/11_policies.ipynb #ba128c0d
 class BackoffScaler(ExactScaler):
-    """OpenSeq2Seq's BackoffScaler: halves at every overflow, doubles after 2,000 clean steps in a row, within [1, 2^14].
+    """OpenSeq2Seq's BackoffScaler: halves at an overflow, doubles after 2,000 clean steps in a row, within [1, 2^14].
 
     Source: OpenSeq2Seq, open_seq2seq/optimizers/automatic_loss_scaler.py (TensorFlow, FP32 arithmetic).
     Defaults: scale_min 1, scale_max 2^14 (2^24 before), where it starts, step_factor 2, step_window 2000."""
@@ -418,8 +428,8 @@ class LogMaxScaler(LossScaler):
     """OpenSeq2Seq's LogMaxScaler (log-normal): a scale from mean and deviation of log2 of the largest gradient.
 
     Source: OpenSeq2Seq, open_seq2seq/optimizers/automatic_loss_scaler.py; Kuchaiev et al. 2018.
-    Defaults: starts at 1, scale_min 1, scale_max 2^14 (2^24 before), log_max 16, beta1 .99, beta2 .999, 3.09 deviations.
-    Published, an overflow counts as x = 2^16 = 65536 where log2 of it, 16, was meant: `published_mistake`, also in strict."""
+    Defaults: starts at 1, scale_min 1, scale_max 2^14 (2^24 before), log_max 16, beta1 .99, beta2 .999, 3.09
+    deviations. As published, an overflow counts as x = 2^16 where 16 was meant: `published_mistake`, and in strict."""
     refills, source, on_floor, ceiling = '', 'OpenSeq2Seq LogMax', 'clamp', 2.**14
     state_names = ('scale', 'x_hat', 'slow_x_hat', 'xsquared_hat', 'b1_correction', 'b2_correction')
     hyper_names = ('init_scale', 'floor', 'ceiling', 'log_max', 'beta1', 'beta2', 'overflow_std_dev',
@@ -438,8 +448,8 @@ class LogMaxScaler(LossScaler):
     ):
         super().__init__(init_scale)
         _number('floor', floor, lambda x: FLOOR <= x <= CEILING, 'take a number from 2^-24, such as 1')
-        _number('ceiling', ceiling, lambda x: floor <= x <= CEILING, f'take a number from the floor, {floor:g}, to 2^127')
-        for n,b in dict(beta1=beta1, beta2=beta2).items(): _number(n, b, lambda x: 0 < x < 1, 'take a number between 0 and 1')
+        _number('ceiling', ceiling, lambda x: floor <= x <= CEILING, f'take a number from {floor:g}, the floor, up')
+        for n,b in dict(beta1=beta1, beta2=beta2).items(): _number(n, b, lambda x: 0 < x < 1, 'take one in (0, 1)')
         _number('log_max', log_max, lambda x: abs(x) < 128, 'it is an exponent, take 16')
         _number('overflow_std_dev', overflow_std_dev, lambda x: x >= 0, 'it counts deviations, take 3.09')
         self.floor, self.ceiling, self.log_max, self.beta1, self.beta2 = floor, ceiling, log_max, beta1, beta2
@@ -528,7 +538,7 @@ def _row(name, cls):
             'grows after': f'{s.growth_interval} clean' if grows else 'by statistics',
             'backs off at overflow': ('no. ' + str(patience) if patience > 1 else 'each') if grows else 'by statistics',
             'patience returns': s.refills, 'floor': _short(strict.floor), 'ceiling': _short(strict.ceiling),
-            'at the floor': {'clamp': 'stays', 'raise': 'raises', 'warn': 'warns'}[s.on_floor] if strict.floor else 'falls to 0',
+            'at the floor': ('raises' if s.on_floor == 'raise' else 'stays') if strict.floor else 'falls to 0',
             'observes': ', '.join(sorted(s.wants)), 'host looks': 'each step' if s.needs_sync else 'never'}
 
 def policy_table()->pd.DataFrame: # a row for each published policy
@@ -551,8 +561,8 @@ def check_tell(
 ):
     "Check exercise 2 of chapter 11"
     traces = ['000', '0001', '11', '101', '10100', '0010', '00100']
-    for a,b,want in (('torch', 'megatron', '0001'), ('torch', 'fastai', '10100'), ('megatron', 'apex_hysteresis', '101'),
-                     ('torch', 'apex_amp', None), ('torch', 'deepspeed', '000')):
+    for a,b,want in (('torch', 'megatron', '0001'), ('torch', 'fastai', '10100'), ('torch', 'apex_amp', None),
+                     ('megatron', 'apex_hysteresis', '101'), ('torch', 'deepspeed', '000')):
         got = f(a, b, traces)
         assert got == want, f'{a} and {b}: got {got!r}, expected {want!r}.'
 
@@ -572,4 +582,5 @@ def check_own_policy(
     assert got == want, f'On 10000110111 log2 of the scale went {got}, expected {want}.'
     a, b = f(), f()
     feed(a, '01'); b.load_state_dict(a.state_dict())
-    assert feed(b, '1')[-1] == feed(a, '1')[-1] == 13, 'The state forgets that the last step overflowed: name it in state_names.'
+    same = feed(b, '1')[-1] == feed(a, '1')[-1] == 13
+    assert same, 'The state forgets that the last step overflowed: name it in state_names.'

@@ -49,7 +49,7 @@ class Observation:
 
     def __getitem__(self, name)->Tensor: # 0-dim
         if name not in self.names: raise KeyError(f'{name!r} was not observed; there are {self.names}.')
-        return self.values[self.names.index(name)]
+        return self.values.select(0, self.names.index(name))
 
     def __add__(self, other):
         if self.names != other.names: raise ValueError(f'Observations of {self.names} and {other.names} do not add up.')
@@ -242,7 +242,7 @@ def load_state_dict(self:LossScaler,
     state:dict, # from `state_dict`
 ):
     "Restore; ValueError with a sentence, and nothing changed, if the state is not of this policy"
-    if 'policy' not in state: state = self.translate(state)
+    if not {'policy', 'version'} & set(state): state = self.translate(state)
     if state.get('policy') != type(self).__name__:
         raise ValueError(f'This is the state of {state.get("policy", "no policy of ours")!r}, not of '
                          f'{type(self).__name__!r}: load it into a scaler of its own kind.')
@@ -251,7 +251,9 @@ def load_state_dict(self:LossScaler,
     if state['version'] > self.version:
         raise ValueError(f'The state has version {state["version"]}, known up to {self.version}: upgrade mpcourse.')
     hyper = {n: state[n] for n in self.hyper_names}
-    like = type(self)(**hyper) if hyper else self        # refuses what the constructor refuses
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        like = type(self)(**hyper) if hyper else self        # refuses what the constructor refuses
     like.check_state(state)
     vars(self).update({n: getattr(like, n) for n in vars(like) if n not in self.state_names})
     if not hyper: self.init_scale = min(self.init_scale, float(state['scale']))
@@ -309,17 +311,18 @@ def unscale_(
     triples = [t for t in named if t[1] is not None]
     if not triples: raise ValueError('No parameter has a gradient: unfreeze some, or let the loss depend on the model.')
     home, wants, again = scaler.scale.device, scaler.wants, scaler.below_one()
-    counted = sorted(wants - {'found_inf', 'found_after'}, key=str)
+    counted = sorted(wants - {'found_inf', 'found_after'}, key=str) if len(wants) > 1 else ()
     counts = {w: count_wanted(w, [g for _,g,_ in triples]).to(home) for w in counted}
-    found = torch.zeros((), device=home)
-    after = torch.zeros((), device=home) if 'found_after' in wants else found
+    found = torch.zeros(1, device=home)
+    after = torch.zeros_like(found) if 'found_after' in wants else found
     for inv,grads,masters in _by_kind(triples, scaler):
         new = [(m, g) for m,g in zip(masters, grads) if m is not g]
         if new: torch._foreach_copy_(*map(list, zip(*new)))
         _check_and_multiply_(masters, found, inv)
         if again and _may_overflow(scaler, grads, masters): _check_and_multiply_(masters, after, torch.ones_like(inv))
     if after is not found: counts = {'found_after': after, **counts}
-    return Observation(('found_inf', *counts), torch.stack([found, *counts.values()]) if counts else found[None])
+    values = torch.cat([found, *(c.view(1) for c in counts.values())]) if counts else found
+    return Observation(('found_inf', *counts), values)
 
 # %% ../nbs/08_static.ipynb #57c23210
 @dataclass
@@ -357,10 +360,7 @@ def parameter_names(
     "Names by parameter, to be looked up many times"
     return {id(p): n for n,p in model.named_parameters()}
 
-def _namer(model):
-    "A function (parameter, group, position) -> name"
-    names = {} if model is None else model if isinstance(model, dict) else parameter_names(model)
-    return lambda p, i, j: names.get(id(p), f'group {i}, parameter {j}')
+def _names(model): return {} if model is None else model if isinstance(model, dict) else parameter_names(model)
 
 def named_gradients(
     opt, # a torch or fastai optimizer
@@ -368,9 +368,12 @@ def named_gradients(
 )->list: # (name, gradient, gradient) triples for `unscale_`, of the parameters that have one
     "The gradients that an optimizer is about to use"
     groups = opt.param_lists if hasattr(opt, 'param_lists') else [g['params'] for g in opt.param_groups]
-    named = [(p, i, j) for i,ps in enumerate(groups) for j,p in enumerate(ps) if p.grad is not None]
-    name = _namer(model)
-    return [(name(*o), o[0].grad, o[0].grad) for o in named]
+    names, triples = _names(model), []
+    for i,ps in enumerate(groups):
+        for j,p in enumerate(ps):
+            g = p.grad # looked up once: each look makes a Python object
+            if g is not None: triples.append((names.get(id(p)) or f'group {i}, parameter {j}', g, g))
+    return triples
 
 def master_gradients(
     model_groups:list, # half parameters, from `master.get_master`
@@ -378,11 +381,11 @@ def master_gradients(
     model:nn.Module=None, # gives the parameters their names
 )->list: # (name, half gradient, master gradient) triples for `unscale_`
     "The gradients of a converted model, each with its place in FP32"
-    name, triples = _namer(model), []
+    names, triples = _names(model), []
     for i,(ps,ms) in enumerate(zip(model_groups, master_groups)):
         for j,(p,m) in enumerate(zip(ps, ms)):
             m.grad = None if p.grad is None else torch.empty_like(m) if m.grad is None else m.grad
-            if p.grad is not None: triples.append((name(p, i, j), p.grad, m.grad))
+            if p.grad is not None: triples.append((names.get(id(p)) or f'group {i}, parameter {j}', p.grad, m.grad))
     return triples
 
 def judge(

@@ -835,7 +835,7 @@ BAD = {'cut in half': lambda p: p.write_bytes(p.read_bytes()[:len(p.read_bytes()
        'half weights': edited(model=lambda d: {k: v.half() for k,v in d.items()}),
        'a larger model': other_model(grown), 'a wider one': other_model(wider), 'another optimizer': edited(opt_kind='SGD'),
        'other groups': edited(opt_shapes=lambda s: [sum(s, [])]), 'a master too many': edited(masters=[torch.ones(1)]),
-       'no scaler': edited(scaler=None), "a scaler's other state": edited(scaler=dict(size=3)), 'a wrong scale': edited(scaler=dict(scale='big')),
+       "a scaler's other state": edited(scaler=dict(size=3)), 'a wrong scale': edited(scaler=dict(scale='big')),
        'no random states': edited(random=dict(python=1)), 'a group less': edited(opt=lambda o: {**o, 'param_groups': o['param_groups'][:1]}),
        'other parts': edited(opt=lambda o: drop(o, 'state'))}
 
@@ -850,6 +850,18 @@ def test_a_bad_file_is_refused_and_nothing_changes(bad, tmp_path):
     before = everything(net, opt, scaler)
     with pytest.raises(ValueError, match=r's\.pt .*Nothing was loaded') as e: load_training_state(path, net, opt, scaler)
     assert everything(net, opt, scaler) == before, str(e.value)
+
+
+def test_a_file_without_a_scalers_state_loads_with_a_warning(tmp_path):
+    net, other = small(), small()
+    opt, there = make_opt('adamw', net), make_opt('adamw', other)
+    with torch.no_grad(): net[0].weight.add_(1.)
+    save_training_state(tmp_path/'s.pt', net, opt, step=3)
+    scaler = Counter(4.)
+    was = str(scaler.state_dict())
+    with pytest.warns(UserWarning, match='no state of a loss scaler: all else was loaded'):
+        extra = load_training_state(tmp_path/'s.pt', other, there, scaler)
+    assert extra == {'step': 3} and str(scaler.state_dict()) == was and same_bits(net[0].weight.detach(), other[0].weight.detach())
 
 
 def test_a_scaler_too_many_or_a_file_too_few(tmp_path):
