@@ -233,7 +233,8 @@ def _takes_scaler(kind):
 @patch
 def _unscale_ahead(self:GradScaler, optimizer, state):
     "Unscale for an optimizer that would divide by itself, where that is not safe"
-    state['found_inf_per_device'] = self._look(optimizer, self.policy.inv_scale(), True, check=False)
+    inv = self.policy.inv_scale() if self.one_for_all else None
+    state['found_inf_per_device'] = self._look(optimizer, inv, True, check=False)
     state['stage'] = OptState.UNSCALED
 
 @patch

@@ -637,6 +637,25 @@ def test_a_policy_that_wants_activations_must_be_attached():
     assert isinstance(GradScaler().attach(model), Handle)
 
 
+class Layers(LossScaler):
+    "Another scale for each layer, as hooks would have put it into the gradients"
+    def inv_scale(self, name=None): return torch.tensor({'0.weight': .5, '2.bias': .125}[name])
+
+
+@library
+@pytest.mark.parametrize('fused', [False, True])
+@pytest.mark.parametrize('by_hand', [False, True])
+def test_a_policy_with_a_scale_for_each_layer(fused, by_hand):
+    model = net(); s = GradScaler(Layers(2.)); s.attach(model)
+    ps = [model[0].weight, model[2].bias]; opt = SGD(ps, lr=1., fused=fused)
+    before = [p.detach().clone() for p in ps]
+    s.scale(torch.ones(()))
+    for p in ps: p.grad = torch.full_like(p, 8.)
+    if by_hand: s.unscale_(opt)
+    s.step(opt); s.update()
+    assert all(same_bits(p.detach(), b - d) for p, b, d in zip(ps, before, (4., 1.)))
+
+
 @library
 def test_the_outcome_tells_and_waits_until_asked():
     model = net(); s = GradScaler(growth_interval=2); s.attach(model); opt = SGD(model.parameters(), lr=.1)
