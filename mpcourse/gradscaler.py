@@ -159,10 +159,7 @@ def _dense(p, g):
 @patch
 def _gradients(self:GradScaler, optimizer, allow_fp16):
     "Triples for `unscale_`, with torch's own refusals"
-    params = [p for group in optimizer.param_groups for p in group['params']]
-    for p in params:
-        if not isinstance(p, Tensor): raise AssertionError(f'expected param to be torch.Tensor, got {type(p).__name__}')
-    params = [p for p in params if p.grad is not None]
+    params = [p for group in optimizer.param_groups for p in group['params'] if p.grad is not None]
     grads = [p.grad for p in params]
     half = torch.float16 in {g.dtype for g in grads}
     if half and not allow_fp16: raise ValueError('Attempting to unscale FP16 gradients.')
@@ -231,25 +228,28 @@ def _takes_scaler(kind):
     return 'grad_scaler' in inspect.signature(kind.step).parameters
 
 @patch
-def _unscale_ahead(self:GradScaler, optimizer, state):
-    "Unscale for an optimizer that would divide by itself, where that is not safe"
+def _unscale_now(self:GradScaler, optimizer, state, allow_fp16):
+    "Unscale within a step, for an optimizer that cannot divide by itself, or not safely"
     inv = self.policy.inv_scale() if self.one_for_all else None
-    state['found_inf_per_device'] = self._look(optimizer, inv, True, check=False)
+    state['found_inf_per_device'] = self._look(optimizer, inv, allow_fp16, check=False)
     state['stage'] = OptState.UNSCALED
 
 @patch
 def _step_alone(self:GradScaler, optimizer, state, *args, **kwargs):
     "Hand scale and flag over as tensors to an optimizer that divides and skips by itself, as torch does"
-    if state['stage'] is OptState.STEPPED: raise RuntimeError('step() has already been called since the last update().')
     given = getattr(optimizer, 'grad_scale', None)
     if state['stage'] is OptState.READY:
         self._check_inf_per_device(optimizer)
         given = self._scale if given is None else self._scale*given
     optimizer.grad_scale, optimizer.found_inf = given, sum(state['found_inf_per_device'].values())
-    try: res = optimizer.step(*args, **kwargs)
+    try: return optimizer.step(*args, **kwargs)
     finally: disarm(optimizer)
-    state['stage'] = OptState.STEPPED
-    return res
+
+@patch
+def _step_asked(self:GradScaler, optimizer, state, *args, **kwargs):
+    "Ask the flag, and step or not"
+    if not state['found_inf_per_device']: raise AssertionError('No inf checks were recorded for this optimizer.')
+    return self._maybe_opt_step(optimizer, state, *args, **kwargs)
 
 @patch
 def step(self:GradScaler,
@@ -258,19 +258,16 @@ def step(self:GradScaler,
     **kwargs, # for its step; no closure
 ): # what the optimizer's step returns; None if it was skipped
     "As torch's; a fused optimizer skips by itself on the device, and nobody waits"
-    if not (self._enabled and self._ready) or 'closure' in kwargs:             # torch's refusals
-        return TorchGradScaler.step(self, optimizer, *args, **kwargs)
-    state, fused = self._per_optimizer_states[id(optimizer)], getattr(optimizer, '_step_supports_amp_scaling', False)
-    alone = fused and skips_itself(optimizer)
-    if fused and state['stage'] is OptState.READY:
-        unsafe = not alone or not self.one_for_all or _Sight(self, None, False).below_one()
-        if unsafe: self._unscale_ahead(optimizer, state)
-    if alone and not _takes_scaler(type(optimizer)): res = self._step_alone(optimizer, state, *args, **kwargs)
-    else:
-        if fused and not alone: optimizer._step_supports_amp_scaling = False
-        try: res = TorchGradScaler.step(self, optimizer, *args, **kwargs)
-        finally:
-            if fused and not alone: optimizer._step_supports_amp_scaling = True
+    fused = getattr(optimizer, '_step_supports_amp_scaling', False)
+    if not (self._enabled and self._ready) or 'closure' in kwargs or (fused and _takes_scaler(type(optimizer))):
+        return TorchGradScaler.step(self, optimizer, *args, **kwargs)          # nothing to do, torch's refusals, old contract
+    state, alone = self._per_optimizer_states[id(optimizer)], fused and skips_itself(optimizer)
+    if state['stage'] is OptState.STEPPED: raise RuntimeError('step() has already been called since the last update().')
+    if state['stage'] is OptState.READY:
+        safe = alone and self.one_for_all and not _Sight(self, None, False).below_one()
+        if not safe: self._unscale_now(optimizer, state, allow_fp16=fused)
+    res = (self._step_alone if alone else self._step_asked)(optimizer, state, *args, **kwargs)
+    state['stage'] = OptState.STEPPED
     self._record(optimizer, state)
     return res
 
