@@ -260,7 +260,7 @@ def step(self:GradScaler,
     "As torch's; a fused optimizer skips by itself on the device, and nobody waits"
     fused = getattr(optimizer, '_step_supports_amp_scaling', False)
     if not (self._enabled and self._ready) or 'closure' in kwargs or (fused and _takes_scaler(type(optimizer))):
-        return TorchGradScaler.step(self, optimizer, *args, **kwargs)          # nothing to do, torch's refusals, old contract
+        return TorchGradScaler.step(self, optimizer, *args, **kwargs)          # its refusals; the old contract
     state, alone = self._per_optimizer_states[id(optimizer)], fused and skips_itself(optimizer)
     if state['stage'] is OptState.STEPPED: raise RuntimeError('step() has already been called since the last update().')
     if state['stage'] is OptState.READY:

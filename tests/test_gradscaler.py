@@ -847,9 +847,9 @@ dist.init_process_group('gloo', init_method=f'file://{folder}/meet', rank=rank, 
 s, p = GradScaler(group=dist.group.WORLD, growth_interval=3), nn.Parameter(torch.ones(2))
 opt = torch.optim.SGD([p], lr=.1, fused=bool(rank))
 for i in range(8):
-    p.grad = torch.full((2,), 2.**16*(float('inf') if i % 4 == rank else 1.))
+    p.grad = torch.full((2,), 2.**16*(float('inf') if i % 4 == rank or i == 7 else 1.))
     s.scale(torch.ones(())); s.step(opt); s.update()
-    assert s.last_outcome.stepped == (i % 4 > 1), i
+    assert s.last_outcome.stepped == (i % 4 > 1 and i < 7), i       # at 7 both overflow: the flag is 2
 print(s.get_scale(), p.tolist())
 dist.destroy_process_group()
 '''
@@ -862,7 +862,7 @@ def test_ranks_skip_together(tmp_path):
              for r in range(2)]
     outs = [p.communicate(timeout=120) for p in procs]
     assert all(p.returncode == 0 for p in procs), outs
-    assert outs[0][0] == outs[1][0] and outs[0][0].startswith('4096')
+    assert outs[0][0] == outs[1][0] and outs[0][0].startswith('2048') and 'inf' not in outs[0][0]
 
 
 # --- Lightning ---
