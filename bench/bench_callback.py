@@ -54,7 +54,7 @@ def compare(name, make, x, y, repeats):
     fns = {'learner': learner_step(make, x, y), 'ours': learner_step(make, x, y, MixedPrecisionCB(StaticScaler(1024.), compute='fast_half')),
            'loop': plain_step(make, x, y), 'amp': plain_step(make, x, y, amp=True)}
     if DEVICE == 'cuda': fns['fastai'] = learner_step(make, x, y, MixedPrecision())
-    t = medians(fns, repeats=repeats)
+    t = medians(fns, repeats, warm=2)
     ours, theirs = t['ours'] - t['learner'], t['amp'] - t['loop']
     ms = {k: round(v*1e3, 3) for k,v in t.items()}
     rows = [Row(f'{name}: our overhead / autocast and GradScaler', ours/theirs, at_most=1, ms=ms)]

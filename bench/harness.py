@@ -31,6 +31,7 @@ def medians(
     repeats: int = 11, # timed calls of each, one after the other in turn
     number: int = 1,   # calls inside one timing, for what takes microseconds
     few: dict = {},    # name -> fewer repeats, for what takes long
+    warm: int = 0,     # calls before each timing, so that none pays for what the one before it left in the caches
 ) -> dict: # name -> median seconds of one call
     "Time functions in turn, so that whatever else the machine does hits all of them alike"
     times = {k: [] for k in fns}
@@ -38,6 +39,7 @@ def medians(
     for i in range(repeats):
         for k, f in fns.items():
             if i >= few.get(k, repeats): continue
+            for _ in range(warm): f()
             start = time.perf_counter()
             for _ in range(number): f()
             times[k].append((time.perf_counter() - start)/number)

@@ -14,6 +14,7 @@ from copy import deepcopy
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np, torch, torch.distributed as dist
 from fastai.basics import (Callback, CancelBatchException, CancelEpochException, CancelStepException,
@@ -67,9 +68,17 @@ class Guard:
 class GuardedCallback(Callback):
     "A callback that is attached to each batch of its Learner by a `Guard`"
     def __setattr__(self, name, value):
-        "fastai looks each name up in the Learner, to warn of shadows; private ones, set in every batch, go by"
-        if name[0] == '_': self.__dict__[name] = value
+        "fastai looks each name up in the Learner, to warn of shadows; once is enough, and never for a private one"
+        if name[0] == '_' or name in self.__dict__: self.__dict__[name] = value
         else: super().__setattr__(name, value)
+
+    def __call__(self, event_name):
+        "fastai looks in every event for a method of its name, and for `training`, in Learner and model too"
+        method = getattr(type(self), event_name, None)
+        if method is None and event_name not in self.__dict__ and event_name != 'after_fit': return
+        plain = method and self.run and self.run_train and self.run_valid and event_name not in self.__dict__
+        if plain and event_name != 'after_fit': method(self)
+        else: super().__call__(event_name)
 
     @property
     def learn(self): return self.__dict__.get('_learn')
@@ -140,12 +149,14 @@ class StepHistory:
 
     def add(self, outcome):
         "Note an outcome from `judge`"
-        self.pending.append(torch.stack([outcome.scale, outcome.flag]))
-        if len(self.pending) == 256: self.chunks, self.pending = [*self.chunks, torch.stack(self.pending)], []
+        self.pending.append((outcome.scale, outcome.flag))
+        if len(self.pending) == 256: self.chunks, self.pending = [*self.chunks, self._stacked()], []
+
+    def _stacked(self): return torch.stack([torch.stack(p) for p in self.pending])
 
     def _column(self, k):
         "One number of every step"
-        parts = [*self.chunks, *([torch.stack(self.pending)] if self.pending else [])]
+        parts = [*self.chunks, *([self._stacked()] if self.pending else [])]
         return torch.cat(parts)[:, k].cpu() if parts else torch.empty(0)
 
     @property
@@ -193,27 +204,31 @@ class MixedPrecisionCB(GuardedCallback):
         self.scaler, self.compute, self.overflow, self.group = scaler or StaticScaler(1.), compute, overflow, group
         compute_context(compute, overflow, torch.device('meta')) # refuses what cannot be
         self.history, self.last_outcome = StepHistory(), None
-        self._lent = self._ctx = self._inputs = self._kept = self._hooks = None
-        self._fresh, self._scaled, self._known, self._names = True, False, [], {}
+        self._lent = self._mode = self._kept = self._hooks = None
+        self._fresh, self._alone, self._known, self._names = True, True, [], {}
+        self._now = SimpleNamespace(open=False, inputs=None, ctx=None, scaled=False) # within a batch
 
     def enter(self):
         "Lend half weights and inputs, for this batch"
         self.leave()
-        model = self.learn.model
-        if self._lent is None or self._lent.model is not model: self._attach(model)
+        learn, now = self.learn, self._now
+        now.open = True
+        if self._lent is None or self._lent.model is not learn.model: self._attach(learn.model)
         self._lent.enter() # before the dispatch mode, which would slow the casts down
-        self._inputs, self.learn.xb = (self.learn.xb,), cast(self.learn.xb, self.dtype)
+        now.inputs, learn.xb = (learn.xb,), cast(learn.xb, self.dtype)
         self._emulate()
 
     def _emulate(self):
         "Enter the context of forward and backward"
-        device = next(self.learn.model.parameters()).device
-        self._ctx = compute_context(self.compute, self.overflow, device)()
-        self._ctx.__enter__()
+        if self._mode is None:
+            device = next(self.learn.model.parameters()).device
+            self._mode = compute_context(self.compute, self.overflow, device)()
+        self._now.ctx = self._mode
+        self._mode.__enter__()
 
     def _pause(self):
         "Leave it: the loss is FP32 and needs none"
-        ctx, self._ctx = self._ctx, None
+        ctx, self._now.ctx = self._now.ctx, None
         if ctx is not None: ctx.__exit__(None, None, None)
 
     def _attach(self, model):
@@ -224,19 +239,22 @@ class MixedPrecisionCB(GuardedCallback):
 
     def leave(self):
         "Take back what was lent"
-        if self.learn is not None: disarm(self.learn.opt)
+        learn, now = self.learn, self._now
+        if learn is not None: disarm(learn.opt)
+        if not now.open: return
         try: self._pause()
         finally:
             if self._lent is not None: self._lent.leave()
-        if self._inputs is None: return
-        if self.learn.xb is not None: self.learn.xb, = self._inputs
-        self._inputs = None
+        if now.inputs is not None and learn.xb is not None: learn.xb, = now.inputs
+        now.inputs, now.open = None, False
 
     def before_fit(self):
         "Look whether this can work"
         now = list(self.learn.model.modules())
         same = len(now) == len(self._known) and all(a is b for a,b in zip(now, self._known))
         if not same: self._lent = None                                  # other layers since
+        self._mode = None                                               # or another device
+        self._alone = not (dist.is_available() and dist.is_initialized())
         if not in_fit(self.learn): return
         refuse_fastais(self.learn)
         refuse_untrainable(self.learn.model, self.learn.opt)
@@ -253,9 +271,9 @@ class MixedPrecisionCB(GuardedCallback):
 
     def before_backward(self):
         "Only the loss that is differentiated is scaled"
-        if self._fresh: refuse_bad_loss(self.learn.loss_grad, self.learn.iter)
-        self.learn.loss_grad = self.scaler.scale_loss(self.learn.loss_grad)
-        self._fresh, self._scaled = False, True
+        learn = self.learn
+        if self._fresh: refuse_bad_loss(learn.loss_grad, learn.iter); self._fresh = False
+        learn.loss_grad, self._now.scaled = self.scaler.scale_loss(learn.loss_grad), True
         self._emulate()
 
     def after_backward(self):
@@ -264,10 +282,11 @@ class MixedPrecisionCB(GuardedCallback):
 
     def before_step(self):
         "Unscale, observe, decide"
-        self.last_outcome = judge(named_gradients(self.learn.opt, self._names), self.scaler, self._ranks())
-        self.history.add(self.last_outcome)
-        if skips_itself(self.learn.opt): arm(self.learn.opt, self.last_outcome)
-        elif not self.last_outcome.stepped: raise CancelStepException
+        opt = self.learn.opt
+        self.last_outcome = outcome = judge(named_gradients(opt, self._names), self.scaler, self._ranks())
+        self.history.add(outcome)
+        if skips_itself(opt): arm(opt, outcome)
+        elif not outcome.stepped: raise CancelStepException
 
     def after_step(self):
         "The flag was for one step"
@@ -287,8 +306,8 @@ class MixedPrecisionCB(GuardedCallback):
 
     def abandon(self):
         "Drop gradients that may carry the scale"
-        if self._scaled and self.learn is not None and self.learn.opt is not None: self.learn.opt.zero_grad()
-        self._scaled = False
+        if self._now.scaled and self.learn is not None and self.learn.opt is not None: self.learn.opt.zero_grad()
+        self._now.scaled = False
 
     def depart(self):
         "Leave nothing behind"
@@ -301,7 +320,7 @@ class MixedPrecisionCB(GuardedCallback):
     def _ranks(self):
         "The process group that decides together"
         if self.group != 'auto': return self.group
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        return None if self._alone else dist.group.WORLD
 
 # %% ../nbs/09_callback.ipynb #91906328
 def refuse_untrainable(

@@ -116,18 +116,22 @@ def takes_half(
     m:nn.Module, # a norm
 )->bool:
     "Can this norm be given half inputs, and computes in FP32 all the same?"
-    tensors = [*m._parameters.values(), *m._buffers.values()]
-    return type(m) in MIXED and all(t.device.type in MIXED[type(m)] for t in tensors if t is not None) and any(
-        t is not None for t in tensors)
+    if type(m) not in MIXED: return False
+    t = next((t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None), None)
+    return t is not None and t.device.type in MIXED[type(m)]
 
 def norm_hooks(
     model:nn.Module, # any model
     dtype:torch.dtype=torch.float16, # what the norms hand back; the result of a loss stays float32
 )->Handles: # call its `remove()`, or use it as a context
     "Let norms and losses compute in float32: inputs cast up, outputs cast back"
+    return _hook_norms([m for m in model.modules() if _stays(m)], dtype)
+
+def _hook_norms(layers, dtype):
+    "What `norm_hooks` does, to layers that are known"
     res = Handles()
-    for m in model.modules():
-        if not _stays(m) or takes_half(m): continue
+    for m in layers:
+        if takes_half(m): continue
         res.append(m.register_forward_pre_hook(_CastIn(torch.float32), with_kwargs=True))
         if is_norm(m): res.append(m.register_forward_hook(_CastOut(dtype), prepend=True))
     return res

@@ -17,7 +17,7 @@ import numpy as np, torch, torch.nn as nn
 from fastcore.basics import patch
 from torch import Tensor
 
-from .half import cast_policy, norm_hooks
+from .half import cast_policy, _hook_norms, _stays
 
 # %% ../nbs/07_master.ipynb #2e341371
 def _groups(
@@ -308,6 +308,7 @@ class HalfWeights:
         self._params, self._buffers, self._rnns = _places(model, dtype)
         if not self._params:
             raise ValueError(f'There is nothing to lend: no parameter of {type(model).__name__} goes into {dtype}.')
+        self._stay, self._cast = [m for m in model.modules() if _stays(m)], _cast_to(dtype)
         self._undo, self._shadows, self._copies, self._fresh, self._within = [], [], {}, {}, []
 
     def enter(self):
@@ -326,7 +327,7 @@ class HalfWeights:
         _uncover(self._shadows)
         while self._undo: self._undo.pop()()
         for i,(p,c,_) in self._copies.items():
-            if c._version != self._fresh.get(i, c._version): _write_back(p, c)
+            if c._version != self._fresh.get(i, 0): _write_back(p, c)
         self._copies, self._fresh, self.lent = {}, {}, False
 
     def __enter__(self):
@@ -388,27 +389,34 @@ def _lend_buffer(
 
 # %% ../nbs/07_master.ipynb #d22e3d6a
 @patch
+def _lend_params(self:HalfWeights):
+    "One copy for each parameter, in all its places"
+    copies, shadows, dtype = self._copies, self._shadows, self.dtype
+    for m,name in self._params:
+        p = m._parameters.get(name)
+        if p is None or p.dtype is dtype: continue
+        held = copies.get(id(p))
+        if held is None: held = copies[id(p)] = p, self._cast(p), _version(p)
+        _put_before(m, name, held[1], shadows)
+
+@patch
 def _lend(self:HalfWeights):
     "Make the copies, within autograd, and put them in the way of the originals"
-    cast, norms = _cast_to(self.dtype), norm_hooks(self.model, self.dtype)
-    self._undo.append(norms.remove)
-    with torch.inference_mode(False), torch.enable_grad():
-        for m,name in self._params:
-            p = m._parameters.get(name)
-            if p is None or p.dtype is self.dtype: continue
-            held = self._copies.get(id(p))
-            if held is None: held = self._copies[id(p)] = p, cast(p), _version(p)
-            _put_before(m, name, held[1], self._shadows)
+    hooks = _hook_norms(self._stay, self.dtype)
+    if hooks: self._undo.append(hooks.remove)
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled(): self._lend_params()
+    else:
+        with torch.inference_mode(False), torch.enable_grad(): self._lend_params()
     lows = {}
     for m,name in self._buffers:
         b = m._buffers.get(name)
         if b is None or b.dtype is self.dtype: continue
-        if b not in lows: lows[b] = cast(b.detach())
+        if b not in lows: lows[b] = self._cast(b.detach())
         self._undo.append(_lend_buffer(m, name, lows[b]))
     for m in self._rnns:
         for n in ('_flat_weights', '_flat_weight_refs'): _put_before(m, n, (), self._shadows)
         m._init_flat_weights()                              # on a GPU it moves the copies into one piece
-    self._fresh = {i: c._version for i,(_,c,_) in self._copies.items()}
+    if self._rnns: self._fresh = {i: c._version for i,(_,c,_) in self._copies.items()}
 
 # %% ../nbs/07_master.ipynb #8ac803d5
 def _plain(

@@ -177,7 +177,9 @@ def inv_scale(self:LossScaler,
 )->Tensor: # 0-dim float32
     "What the gradients of a parameter are multiplied by; the inverse is taken in FP64, as torch and Megatron do"
     now = self.scale._version # a scale that was changed in place has another inverse
-    if self._inverse is None or self._inverse[0] != now: self._inverse = now, self.scale.double().reciprocal().float()
+    if self._inverse is None or self._inverse[0] != now:
+        wide = self.scale if self.scale.device.type == 'mps' else self.scale.double()      # MPS has no FP64
+        self._inverse = now, wide.reciprocal().float()
     return self._inverse[1]
 
 @patch(as_prop=True)
@@ -285,8 +287,7 @@ def _by_kind(triples, scaler):
     for name,grad,master in triples:
         if grad.is_sparse: raise ValueError(f'The gradient of {name} is sparse, not to be unscaled: take sparse=False.')
         inv = scaler.inv_scale(name) if one is None else one
-        key = master.device, master.dtype, id(inv)
-        kind = kinds.get(key)
+        kind = kinds.get(key := (master.device, master.dtype, id(inv)))
         if kind is None: kind = kinds[key] = inv, [], []
         kind[1].append(grad); kind[2].append(master)
     return kinds.values()

@@ -1,5 +1,5 @@
 "What the tests of the project share: its notebooks, small courses made on the spot, and a browser"
-import os, shutil, sys
+import os, shutil, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,12 @@ CHROME_ARGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-ru
 sys.path.insert(0, str(ROOT/'tests'))
 
 
+def pytest_collection_modifyitems(items):
+    "What depends on sockets, other processes or a browser gets a second try, and the report shows it"
+    for item in items:
+        if {'ranks', 'browser', 'lab'} & set(item.fixturenames): item.add_marker(pytest.mark.flaky(reruns=1))
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     "One torch thread in each test: results and times do not depend on the machine's cores"
@@ -21,6 +27,31 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+RANK = '''
+import os, sys, torch, torch.distributed as dist
+torch.set_num_threads(1)
+rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group('gloo', init_method=f'file://{{folder}}/meet', rank=rank, world_size=world)
+{code}
+dist.barrier(); dist.destroy_process_group(); sys.stdout.flush(); sys.stderr.flush()
+os._exit(0)     # gloo's threads, on their way out, abort one process in ten: "terminate called without an active exception"
+'''
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    "Run code in gloo processes, with `rank` and `folder`; returns what each saved with torch.save(…, f'{folder}/{rank}.pt')"
+    def run(code, n=2):
+        import torch
+        env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join([str(ROOT/'tests'), os.environ.get('PYTHONPATH', '')])}
+        procs = [subprocess.Popen([sys.executable, '-c', RANK.format(code=code), str(r), str(n), str(tmp_path)], env=env, text=True,
+                                  stderr=subprocess.PIPE) for r in range(n)]
+        errs = [p.communicate(timeout=200)[1] for p in procs]
+        for p,err in zip(procs, errs): assert p.returncode == 0, err[-3000:]
+        return [torch.load(tmp_path/f'{r}.pt', weights_only=False) for r in range(n)]
+    return run
 
 
 @pytest.fixture

@@ -906,12 +906,7 @@ def test_a_fused_step_reads_nothing_from_the_device(monkeypatch):
 # --- two processes ---
 
 GLOO = '''
-import sys; sys.path.insert(0, sys.argv[3])
-import torch, torch.distributed as dist
 from test_callback import *
-torch.set_num_threads(1)
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group('gloo', init_method=f'file://{folder}/meet', rank=rank, world_size=2)
 out = {}
 for opt in ('sgd', 'fused'):
     learn = learner(opt, cbs=At('after_backward', inf_grad, when=lambda l: (l.train_iter, rank) in ((1, 0), (3, 1))))
@@ -921,14 +916,8 @@ torch.save(out, f'{folder}/{rank}.pt')
 '''
 
 
-def test_two_processes_take_the_same_decision(tmp_path):
-    env = {**os.environ, 'OMP_NUM_THREADS': '1'}
-    here = str(Path(__file__).parent)
-    procs = [subprocess.Popen([sys.executable, '-c', GLOO, str(r), str(tmp_path), here], env=env, stderr=subprocess.PIPE, text=True) for r in range(2)]
-    for p in procs:
-        _, err = p.communicate(timeout=120)
-        assert p.returncode == 0, err[-2000:]
-    a, b = (torch.load(tmp_path/f'{r}.pt', weights_only=False) for r in range(2))
+def test_two_processes_take_the_same_decision(ranks):
+    a, b = ranks(GLOO)
     for opt in a:
         assert a[opt][0] == b[opt][0] == [False, True, False, True, False, False, False, False], opt
         assert same(a[opt][1], b[opt][1]) and same(a[opt][2], b[opt][2]), opt
