@@ -546,6 +546,19 @@ def test_foreign_states_load_or_say_what_is_missing():
     with pytest.raises(ValueError, match="'MegatronScaler', not of 'TorchScaler'"): TorchScaler().load_state_dict(meg.state_dict())
 
 
+def test_deepspeed_stops_only_at_its_minimum_and_fairseq_before_it():
+    sc = DeepSpeedScaler(4., floor=3., hysteresis=1)
+    sc.update(saw(1))
+    assert sc.scale == 3                                                # clamped: there was some room
+    with pytest.raises(FloatingPointError): sc.update(saw(1))
+    sc = FairseqScaler(4., floor=2.)
+    with pytest.raises(FloatingPointError): sc.update(saw(1))           # 2 would be the floor itself
+    assert sc.scale == 4
+    sc = FairseqScaler(4., floor=1., threshold=3.)
+    for _ in range(3): sc.update(saw(1))
+    assert sc.scale == 3
+
+
 def test_fairseq_and_deepspeed_name_whose_gradient_it_was_and_leave_all_as_it_is():
     for sc in (DeepSpeedScaler(1., hysteresis=1), FairseqScaler(1., floor=.5)):
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
