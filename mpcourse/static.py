@@ -107,7 +107,7 @@ class HostBound:
         if scale._version != self.version: self.value, self.pending, self.version = 0., None, scale._version
         if not self.pending and self.value < 2**8: self.pending = [*self.copy(scale), 1.]
         if self.pending and self.pending[0]():
-            self.value, self.pending = self.pending[1].item()*self.pending[2], None
+            self.value, self.pending = self.pending[1].numpy().item()*self.pending[2], None  # no operation of torch's
         return self.value
 
 class LossScaler:
