@@ -17,7 +17,13 @@ from .half import *      # noqa: F403
 from .master import *    # noqa: F403
 from .static import *    # noqa: F403
 from .callback import *  # noqa: F403
+from .dynamic import *   # noqa: F403
+from .policies import *  # noqa: F403
+from .simulator import * # noqa: F403
+from .gradscaler import * # noqa: F403
+from .bakeoff import *   # noqa: F403
 
 # %% ../nbs/92_all.ipynb #a27af561
-MODULES = 'plots formats rounding toys problems emulate half master static callback'.split()
+MODULES = '''plots formats rounding toys problems emulate half master static callback dynamic policies simulator gradscaler
+             bakeoff'''.split()
 __all__ = [name for m in MODULES for name in sys.modules[f'mpcourse.{m}'].__all__]
