@@ -127,6 +127,44 @@ WRONG = {
             enter()
             try: return work()
             finally: leave()""",
+    # 10: an overflow at 65504 and a bit is one at 65520 only, and the step that fits was not skipped
+    'check_lost_steps': 'lambda k, g: next(n for n in range(1000) if g*2.**(k - n) <= 65536)',
+    # 10: an overflow does not start the count anew
+    'check_dynamics': """
+        def dynamics(trace, k, interval, floor):
+            out, count = [], 0
+            for bad in trace:
+                if bad: k = max(k - 1, floor)
+                else:
+                    count += 1
+                    if count == interval: k, count = k + 1, 0
+                out.append(k)
+            return out""",
+    # 10: forgets which kind of patience was asked for
+    'check_falls': """
+        def falls(gap, steps, hysteresis, interval, refill):
+            scaler = HysteresisScaler(hysteresis=hysteresis, growth_interval=interval)
+            for i in range(steps): scaler.update(Observation(('found_inf',), torch.tensor([float(i % gap == 0)])))
+            return 16 - scaler.scale.log2().item()""",
+    # 10: NaN > 0 is False
+    'check_next_scale': 'lambda scale, found, ceiling: torch.where(found > 0, scale/2, (scale*2).clamp(max=ceiling))',
+    # 11: counts the clean steps before the one that grows
+    'check_first_growth': """
+        def first_growth(scaler, limit):
+            start = scaler.scale
+            for i in range(limit):
+                scaler.update(Observation(('found_inf',), torch.tensor([0.])))
+                if scaler.scale > start: return i""",
+    # 11: compares the ends of the traces only
+    'check_tell': """
+        def tell(a, b, traces):
+            def last(name, bits):
+                s = get_policy(name, init_scale=2.**16, growth_interval=4)
+                for c in bits: s.update(Observation(('found_inf',), torch.tensor([float(c)])))
+                return s.scale
+            return next((t for t in traces if last(a, t) != last(b, t)), None)""",
+    # 11: backs off by a quarter, and grows as if nothing had happened
+    'check_own_policy': 'lambda: DynamicScaler(growth_interval=4, backoff_factor=.25)',
 }
 
 
