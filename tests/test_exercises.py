@@ -165,6 +165,22 @@ WRONG = {
             return next((t for t in traces if last(a, t) != last(b, t)), None)""",
     # 11: backs off by a quarter, and grows as if nothing had happened
     'check_own_policy': 'lambda: DynamicScaler(growth_interval=4, backoff_factor=.25)',
+    # 13: clips gradients that still carry the scale
+    'check_clip_unscaled': """
+        def clip_unscaled(scaler, opt, params, max_norm):
+            torch.nn.utils.clip_grad_norm_(params, max_norm); scaler.step(opt); scaler.update()""",
+    # 13: steps after each micro-batch
+    'check_accumulated': """
+        def accumulated(scaler, opt, losses):
+            opt.zero_grad()
+            for loss in losses: scaler.scale(loss()/len(losses)).backward(); scaler.step(opt); scaler.update()""",
+    # 13: forgets found_inf, and NaN is not >= 2^13
+    'check_edge_policy': """
+        def edge_policy():
+            class Edge(LossScaler):
+                wants = frozenset({'found_inf', ('above', 2.**13)})
+                def update(self, obs): self.move(torch.where(obs['above', 2.**13] > 0, self.scale/2, self.scale*2))
+            return Edge(2.**16)""",
 }
 
 
