@@ -181,6 +181,23 @@ WRONG = {
                 wants = frozenset({'found_inf', ('above', 2.**13)})
                 def update(self, obs): self.move(torch.where(obs['above', 2.**13] > 0, self.scale/2, self.scale*2))
             return Edge(2.**16)""",
+    # 12: forgets that up to half a spacing above 65504 rounds down to it
+    'check_survives': 'lambda largest, scale: largest*scale <= 65504',
+    # 12: the window that doubles is forgotten
+    'check_way_back': 'lambda octaves, window, doubling: octaves*window',
+    # 12: looks at the octave's lower end
+    'check_lost_octaves': """
+        def lost_octaves(counts, lo, log2_scale):
+            return sum(x for k,x in enumerate(counts) if lo + k + log2_scale <= -25)/sum(counts)""",
+    # 12: fastai's mistake: a bad step does not start the count anew
+    'check_scale_after': """
+        def scale_after(bits, k, interval):
+            good = 0
+            for x in bits:
+                if x == '1': k -= 1
+                else: good += 1
+                if good == interval: k, good = k + 1, 0
+            return k""",
 }
 
 
