@@ -24,6 +24,6 @@ from .gradscaler import * # noqa: F403
 from .bakeoff import *   # noqa: F403
 
 # %% ../nbs/92_all.ipynb #a27af561
-MODULES = '''plots formats rounding toys problems emulate half master static callback dynamic policies simulator gradscaler
-             bakeoff'''.split()
+MODULES = '''plots formats rounding toys problems emulate half master static callback dynamic policies simulator
+             gradscaler bakeoff'''.split()
 __all__ = [name for m in MODULES for name in sys.modules[f'mpcourse.{m}'].__all__]
