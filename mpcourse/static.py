@@ -350,8 +350,8 @@ class StepOutcome:
         "A sentence for people"
         if self.stepped: return f'The step was taken at a loss scale of {self.scale.item():g}.'
         more = ' …'*(len(self.offenders) > 3)
-        who = ', '.join(self.offenders[:3]) + more if self.offenders else 'a gradient elsewhere'
-        return (f'The step was skipped: at a loss scale of {self.scale.item():g} the gradient of {who} was not finite. '
+        who = f'the gradient of {", ".join(self.offenders[:3])}{more}' if self.offenders else 'a gradient elsewhere'
+        return (f'The step was skipped: at a loss scale of {self.scale.item():g} {who} was not finite. '
                 f'The next scale is {self.next_scale.item():g}.')
 
 # %% ../nbs/08_static.ipynb #5c5dde46
