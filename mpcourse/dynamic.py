@@ -81,7 +81,7 @@ class DynamicScaler(LossScaler):
         growth_interval:int=2000, # clean steps in a row before the scale grows
         floor:float=None, # the scale never falls below; 2^-24 unless given, and none at all in strict
         ceiling:float=None, # the scale never rises above; 2^127 unless given
-        on_floor:str='clamp', # there: 'clamp', 'raise' (FloatingPointError) or 'warn' (Python shows the same warning once)
+        on_floor:str='clamp', # there: 'clamp', 'raise' (FloatingPointError), 'warn' (Python shows the same one once)
         strict:bool=False, # torch's arithmetic to the last digit, down to a scale of 0; such a step is refused
     ):
         super().__init__(init_scale)

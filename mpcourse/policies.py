@@ -73,7 +73,8 @@ def refuse_relatives(
     state:dict, # of another library
 ):
     "ValueError for a state of torch or Megatron, whose counters mean other things"
-    kin = {'hysteresis_tracker': ('Megatron-LM', 'MegatronScaler'), '_growth_tracker': ('torch.amp.GradScaler', 'TorchScaler')}
+    kin = {'hysteresis_tracker': ('Megatron-LM', 'MegatronScaler'),
+           '_growth_tracker': ('torch.amp.GradScaler', 'TorchScaler')}
     for k,(peer,cls) in kin.items():
         if k in state:
             raise ValueError(f'This is the state of {peer}: load it into a {cls}, or {_start_anew(state)}.')
@@ -173,7 +174,7 @@ class ApexAmpScaler(ExactScaler):
 class ApexLegacyScaler(ExactScaler):
     """apex.fp16_utils: halves at every overflow but not below 1, doubles after 1,000 clean steps in a row; no ceiling.
 
-    Source: NVIDIA Apex, apex/fp16_utils/loss_scaler.py, removed in May 2025 (PR 1896); an early Megatron-LM's came from it.
+    Source: NVIDIA Apex, apex/fp16_utils/loss_scaler.py, removed in May 2025 (PR 1896); ancestor of an early Megatron-LM's.
     Defaults: init_scale 2^32, scale_factor 2, scale_window 1000."""
     refills, source = '', 'apex.fp16_utils'
 
@@ -559,7 +560,8 @@ def _row(name, cls):
     patience = getattr(s, 'hysteresis', 1)
     return {'policy': name, 'of': s.source, 'start': _short(s.init_scale),
             'grows after': f'{s.growth_interval} clean' if grows else 'by statistics',
-            'counted': s.counts, 'backs off at overflow': ('no. ' + str(patience) if patience > 1 else 'each') if grows else 'by statistics',
+            'counted': s.counts,
+            'backs off at overflow': ('no. ' + str(patience) if patience > 1 else 'each') if grows else 'by statistics',
             'patience returns': s.refills, 'floor': _short(strict.floor), 'ceiling': _short(strict.ceiling),
             'at the floor': ('raises' if s.on_floor == 'raise' else 'stays') if strict.floor else 'falls to 0',
             'observes': ', '.join(sorted(s.wants)), 'host looks': 'each step' if s.needs_sync else 'never'}
