@@ -9,6 +9,7 @@ __all__ = ['LOOKS', 'FLOOR_POLICIES', 'TORCH_KEYS', 'MEGATRON_KEYS', 'PATIENCE',
 
 # %% ../nbs/10_dynamic.ipynb #716f6571
 import warnings
+from ctypes import c_float
 from math import inf, isfinite
 
 import torch
@@ -100,8 +101,8 @@ def lowest(self:DynamicScaler)->float:
 
 @patch(as_prop=True)
 def bounds(self:DynamicScaler)->tuple:
-    "Floor and ceiling"
-    return self.floor, self.ceiling
+    "Floor and ceiling, rounded to FP32 as the scale is"
+    return c_float(self.floor).value, c_float(self.ceiling).value
 
 @patch(as_prop=True)
 def drop(self:DynamicScaler)->float:

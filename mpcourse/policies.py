@@ -17,7 +17,6 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .dynamic import DynamicScaler, HysteresisScaler, _number, _start_anew, _steps
-from .formats import expect
 from .static import FLOOR, CEILING, LossScaler, Observation, StaticScaler
 
 # %% ../nbs/11_policies.ipynb #fedb5fa8
@@ -65,7 +64,7 @@ class ExactScaler(DynamicScaler):
     ):
         "One move of the scale, within its bounds"
         new = torch.where(bad, self.exact/self.factor, torch.where(grow, self.exact*self.factor, self.exact))
-        self.exact = new.clamp(*self.bounds)
+        self.exact = new.clamp(self.floor, self.ceiling)
         self.move(self.exact.float())
 
 # %% ../nbs/11_policies.ipynb #35de151f
@@ -174,7 +173,7 @@ class ApexAmpScaler(ExactScaler):
 class ApexLegacyScaler(ExactScaler):
     """apex.fp16_utils: halves at every overflow but not below 1, doubles after 1,000 clean steps in a row; no ceiling.
 
-    Source: NVIDIA Apex, apex/fp16_utils/loss_scaler.py, removed in May 2025 (PR 1896); ancestor of an early Megatron-LM's.
+    Source: NVIDIA Apex, apex/fp16_utils/loss_scaler.py, removed in May 2025 (PR 1896); forebear of Megatron-LM's.
     Defaults: init_scale 2^32, scale_factor 2, scale_window 1000."""
     refills, source = '', 'apex.fp16_utils'
 

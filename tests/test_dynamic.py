@@ -236,7 +236,7 @@ def test_at_the_floor_it_holds_warns_or_raises(make):
 
 
 @pytest.mark.parametrize('make', [DynamicScaler, lambda *a, **kw: HysteresisScaler(*a, hysteresis=1, **kw)])
-@pytest.mark.parametrize('start, floor', [(1024., 1000.), (4., 3.), (.125, .1), (2.**-10, 2.**-10)])
+@pytest.mark.parametrize('start, floor', [(1024., 1000.), (4., 3.), (.125, .1), (1.5e-4, 1e-4), (2.**-10, 2.**-10)])
 @pytest.mark.parametrize('strict', [False, True])
 def test_a_floor_is_reached_before_it_is_minded(make, start, floor, strict):
     "As 'clamp' goes to the floor first, so do the others; also to one that FP32 does not hold"
@@ -246,6 +246,9 @@ def test_a_floor_is_reached_before_it_is_minded(make, start, floor, strict):
     for f in (1, NAN):
         with pytest.raises(FloatingPointError, match='may not fall below'): sc.update(saw(f))
     assert sc.scale == np.float32(floor) and sc.growth_tracker == 1
+    again = make(strict=strict)
+    again.load_state_dict(sc.state_dict())                              # the floor in FP32 may lie below the number given
+    assert again.scale == sc.scale and again.floor == floor
 
 
 @pytest.mark.parametrize('make', [DynamicScaler, HysteresisScaler])

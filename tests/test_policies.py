@@ -613,6 +613,15 @@ def test_a_floor_of_any_size_is_reached_before_it_stops_a_training(name):
     sc.update(saw(1))
     assert sc.scale == 1000
     with pytest.raises(FloatingPointError): sc.update(saw(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        low = get_policy(name, init_scale=1.5e-4, floor=1e-4, **kw | dict(on_floor='clamp'))      # 1e-4 lies above its FP32
+    for _ in range(3): low.update(saw(1))
+    assert low.scale == np.float32(1e-4) and getattr(low, 'exact', low.scale).item() == (1e-4 if hasattr(low, 'exact') and name != 'backoff'
+                                                                                       else np.float32(1e-4))
+    again = get_policy(name)
+    again.load_state_dict(low.state_dict())
+    assert again.scale == low.scale
 
 
 def test_in_strict_only_a_peer_with_a_floor_can_raise_at_it():
