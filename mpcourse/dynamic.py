@@ -9,6 +9,7 @@ __all__ = ['LOOKS', 'FLOOR_POLICIES', 'TORCH_KEYS', 'MEGATRON_KEYS', 'PATIENCE',
 
 # %% ../nbs/10_dynamic.ipynb #716f6571
 import warnings
+from ctypes import c_float
 from math import inf, isfinite
 
 import torch
@@ -63,6 +64,8 @@ def _valid_dynamics(s):
         _number('ceiling', s.ceiling, lambda x: s.init_scale <= x <= high, f'take a number from {start}, to {high:g}')
     if s.on_floor not in FLOOR_POLICIES:
         raise ValueError(f'on_floor={s.on_floor!r} is unknown: take one of {", ".join(FLOOR_POLICIES)}.')
+    if s.on_floor != 'clamp' and s.floor == 0:
+        raise ValueError(f'on_floor={s.on_floor!r} needs a floor: give floor=…, or leave strict.')
 
 # %% ../nbs/10_dynamic.ipynb #16962a67
 class DynamicScaler(LossScaler):
@@ -79,7 +82,7 @@ class DynamicScaler(LossScaler):
         growth_interval:int=2000, # clean steps in a row before the scale grows
         floor:float=None, # the scale never falls below; 2^-24 unless given, and none at all in strict
         ceiling:float=None, # the scale never rises above; 2^127 unless given
-        on_floor:str='clamp', # what an overflow at the floor does: 'clamp', 'raise' (FloatingPointError) or 'warn'
+        on_floor:str='clamp', # there: 'clamp', 'raise' (FloatingPointError), 'warn' (Python shows the same one once)
         strict:bool=False, # torch's arithmetic to the last digit, down to a scale of 0; such a step is refused
     ):
         super().__init__(init_scale)
@@ -98,8 +101,8 @@ def lowest(self:DynamicScaler)->float:
 
 @patch(as_prop=True)
 def bounds(self:DynamicScaler)->tuple:
-    "Floor and ceiling"
-    return self.floor, self.ceiling
+    "Floor and ceiling, rounded to FP32 as the scale is"
+    return c_float(self.floor).value, c_float(self.ceiling).value
 
 @patch(as_prop=True)
 def drop(self:DynamicScaler)->float:
@@ -130,8 +133,8 @@ def moved(self:DynamicScaler,
 
 @patch
 def at_floor(self:DynamicScaler)->Tensor: # 0-dim bool
-    "Has the scale no room left to back off?"
-    return self.scale*self.backoff_factor < self.floor
+    "Is the scale at its floor, with no room left to back off?"
+    return self.scale <= self.floor
 
 @patch
 def mind_floor(self:DynamicScaler,
@@ -156,6 +159,11 @@ def update(self:DynamicScaler,
     self.move(scale)
 
 # %% ../nbs/10_dynamic.ipynb #abfc08b1
+def _start_anew(state):
+    "What to do where a peer's counters are not there, or are others: begin at its scale, if that can work"
+    scale = float(state.get('scale', 0))
+    return f'start with init_scale={scale!r}' if FLOOR <= scale <= CEILING else 'start with an init_scale'
+
 TORCH_KEYS = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 
 @patch
@@ -241,7 +249,8 @@ def translate(self:HysteresisScaler,
     missing = [k for k in MEGATRON_KEYS if k not in state]
     if missing:
         raise ValueError(f'A scaler with patience needs {", ".join(missing)} too, which this state of '
-                         f'{"torch.amp.GradScaler" if "_growth_tracker" in state else "another library"} lacks.')
+                         f'{"torch.amp.GradScaler" if "_growth_tracker" in state else "another library"} lacks: '
+                         f'{_start_anew(state)}.')
     return self.as_state(**{k: state[k] for k in MEGATRON_KEYS})
 
 # %% ../nbs/10_dynamic.ipynb #e26f88b6
@@ -260,7 +269,7 @@ def patience_price(
     row:str, # a name of `PATIENCE`
     seed:int, # of weights and batches
 )->dict: # skipped steps, those after the way down, and the final loss
-    "How many steps an ordinary training loses to each kind of patience"
+    "How many steps an ordinary training loses to each degree of patience"
     from mpcourse.toys import train_toy
     run = train_toy('relu_mlp', MixedStep(patient_scaler(row)), seed, steps=1000)
     skipped = run.history['skipped']

@@ -235,6 +235,39 @@ def test_at_the_floor_it_holds_warns_or_raises(make):
     assert str(sc.state_dict()) == str(was) and sc.needs_sync
 
 
+@pytest.mark.parametrize('make', [DynamicScaler, lambda *a, **kw: HysteresisScaler(*a, hysteresis=1, **kw)])
+@pytest.mark.parametrize('start, floor', [(1024., 1000.), (4., 3.), (.125, .1), (1.5e-4, 1e-4), (2.**-10, 2.**-10)])
+@pytest.mark.parametrize('strict', [False, True])
+def test_a_floor_is_reached_before_it_is_minded(make, start, floor, strict):
+    "As 'clamp' goes to the floor first, so do the others; also to one that FP32 does not hold"
+    sc, quiet = (make(start, floor=floor, on_floor=how, strict=strict) for how in ('raise', 'clamp'))
+    if start > floor: assert feed(sc, [1]) == feed(quiet, [1]) == [(np.float32(floor), 0)]
+    feed(sc, [0])
+    for f in (1, NAN):
+        with pytest.raises(FloatingPointError, match='may not fall below'): sc.update(saw(f))
+    assert sc.scale == np.float32(floor) and sc.growth_tracker == 1
+    again = make(strict=strict)
+    again.load_state_dict(sc.state_dict())                              # the floor in FP32 may lie below the number given
+    assert again.scale == sc.scale and again.floor == floor
+
+
+@pytest.mark.parametrize('make', [DynamicScaler, HysteresisScaler])
+@pytest.mark.parametrize('how', ['raise', 'warn'])
+def test_to_mind_a_floor_there_has_to_be_one(make, how):
+    with pytest.raises(ValueError, match=f"on_floor='{how}' needs a floor: give floor=…, or leave strict"): make(strict=True, on_floor=how)
+    with pytest.raises(ValueError, match='needs a floor'): make(strict=True, on_floor=how, floor=0.)
+    assert make(strict=True, on_floor=how, floor=1.).needs_sync and make(on_floor=how).needs_sync and not make(strict=True).needs_sync
+
+
+def test_a_warning_at_the_floor_is_shown_once_by_pythons_own_filter():
+    for rule, n in (('default', 1), ('always', 3)):
+        sc = DynamicScaler(2., floor=2., on_floor='warn')
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter(rule)
+            feed(sc, [1, 1, 0, 1])
+        assert len(seen) == n
+
+
 def test_patience_lasts_before_the_floor_is_minded():
     sc = HysteresisScaler(2., floor=2., on_floor='raise')
     assert feed(sc, [1, 0]) == [(2., 0), (2., 1)]
@@ -425,8 +458,9 @@ def test_torchs_state_is_understood_and_an_incomplete_one_named():
     sc = DynamicScaler()
     sc.load_state_dict(state | dict(_growth_tracker=50))
     assert feed(sc, [0]) == [(2.**12, 0)]
-    with pytest.raises(ValueError, match='needs growth_tracker, hysteresis_tracker too.*torch.amp.GradScaler'):
+    with pytest.raises(ValueError, match='growth_tracker, hysteresis_tracker too.*torch.amp.GradScaler lacks: start with init_scale=1024.0'):
         HysteresisScaler().load_state_dict(state)
+    with pytest.raises(ValueError, match='lacks: start with an init_scale'): HysteresisScaler().load_state_dict(state | dict(scale=0.))
 
 
 def test_megatrons_state_is_understood_and_an_incomplete_one_named():
@@ -434,7 +468,7 @@ def test_megatrons_state_is_understood_and_an_incomplete_one_named():
     sc.load_state_dict(state)
     assert (sc.scale, sc.growth_tracker, sc.hysteresis_tracker, sc.growth_interval, sc.floor) == (2.**20, 3, -1, 4, 1.) and sc.scale.shape == ()
     assert feed(sc, [1, 0]) == [(2.**19, 0), (2.**19, 1)]               # no patience left
-    with pytest.raises(ValueError, match='needs growth_tracker, hysteresis_tracker too'): sc.load_state_dict(dict(scale=torch.tensor([4.])))
+    with pytest.raises(ValueError, match='hysteresis_tracker too.*another library lacks: start with init_scale=4.0'): sc.load_state_dict(dict(scale=torch.tensor([4.])))
     with pytest.raises(ValueError, match='with patience: load it into a HysteresisScaler'): DynamicScaler().load_state_dict(state)
 
 

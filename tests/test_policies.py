@@ -9,7 +9,7 @@ from mpcourse.dynamic import DynamicScaler, HysteresisScaler
 from mpcourse.formats import same_bits
 from mpcourse.policies import (OWN_POLICIES, POLICIES, ApexAmpScaler, ApexHysteresisScaler, ApexLegacyScaler, BackoffScaler, DeepSpeedScaler,
                                ExactScaler, FairseqScaler, FastaiScaler, LogMaxScaler, MegatronScaler, MetaseqScaler, TorchScaler,
-                               get_policy, megatron_scaler, policy_table)
+                               check_own_policy, get_policy, megatron_scaler, policy_table)
 from mpcourse.static import (CEILING, FLOOR, LossScaler, MixedStep, Observation, StaticScaler, judge, named_gradients, reduce,
                              take_step, unscale_)
 
@@ -182,6 +182,45 @@ def test_another_scale_can_be_set(name):
     assert sc.scale == target or name == 'logmax'
     for s in (0., NAN, INF, 2.**-30):
         with pytest.raises(ValueError, match='loss scale of'): sc.set_scale(s)
+
+
+@pytest.mark.parametrize('name', [n for n in ALL if 'exact' in ALL[n].state_names])
+@pytest.mark.parametrize('strict', [False, True])
+@pytest.mark.parametrize('to', [2.**8, 2.**3, 100.])
+def test_a_scale_that_somebody_else_writes_is_the_peers_number_too(name, strict, to):
+    "In place as GradScaler.update(new_scale) does, a new tensor, or in a state: it goes on as after set_scale"
+    from mpcourse.gradscaler import GradScaler
+    a, b, c, d, e = (MAKES[name](init_scale=2.**12, growth_interval=3, strict=strict) for _ in range(5))
+    for sc in (a, b, c, d, e): octaves(sc, '0010')
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        a.set_scale(to)
+        b.scale.fill_(to)
+        c.scale = torch.tensor(to)
+        d.load_state_dict(d.state_dict() | dict(scale=torch.tensor(to)))
+        front = GradScaler(policy=e, device='cpu')
+        front.scale(torch.ones(())); front.update(to)
+        assert e.scale == to
+    for i,f in enumerate(random_found(60, .2, 3)):
+        for sc in (a, b, c, d, e): sc.update(saw(f))
+        for sc in (b, c, d, e): assert all(same_bits(x, y) for x,y in zip(state_of(a).values(), state_of(sc).values())), i
+    assert a.exact.float() == a.scale
+
+
+@pytest.mark.parametrize('name', [n for n in ALL if 'exact' in ALL[n].state_names])
+def test_only_another_scale_moves_the_peers_number(name):
+    "Below FP32 and beyond it the scale is 0 or infinite, and no rounded scale takes digits from the peer's number"
+    sc = MAKES[name](factor=3., growth_interval=4, strict=True)
+    for f in random_found(300, .3, 4):
+        sc.update(saw(f))
+        was = sc.exact
+        sc.catch_up()
+        assert same_bits(sc.exact, was)
+    if name in ('fastai', 'apex_amp'):
+        for x in (2.**-184, 2.**-140, 2.**200):
+            sc.exact = torch.tensor(x, dtype=torch.float64); sc.move(sc.exact.float())
+            sc.catch_up()
+            assert sc.exact == x
 
 
 @every
@@ -501,7 +540,8 @@ def test_megatrons_argument_names_and_defaults():
 
 
 @pytest.mark.parametrize('name, kw, says', [
-    ('sgd', {}, "no policy 'sgd': take one of torch, fastai"), (None, {}, 'no policy None'), ('logmax', dict(hysteresis=1), 'LogMaxScaler has no hysteresis'),
+    ('sgd', {}, "no policy 'sgd': take one of torch, fastai"), (None, {}, 'no policy None'), ({}, {}, r'no policy \{\}: take one of torch'), ([1], {}, r'no policy \[1\]'),
+    (int, {}, 'no policy <class'), ('logmax', dict(hysteresis=1), 'LogMaxScaler has no hysteresis'),
     ('fastai', dict(factor=1.), 'factor=1.0'), ('fastai', dict(factor=0), 'factor=0'), ('fairseq', dict(tolerance=2.), 'tolerance=2.0'),
     ('fairseq', dict(threshold=-1.), 'threshold'), ('deepspeed', dict(hysteresis=0), 'hysteresis=0'), ('logmax', dict(beta1=1.), 'beta1=1.0'),
     ('logmax', dict(floor=0.), 'floor=0.0'), ('logmax', dict(ceiling=.5), 'ceiling=0.5'), ('logmax', dict(log_max=NAN), 'log_max=nan'),
@@ -526,6 +566,8 @@ def test_the_table_is_read_off_the_classes():
     assert t['ceiling'][['apex_amp', 'backoff', 'logmax', 'torch']].tolist() == ['2^24', '2^14', '2^14', 'none']
     assert t['patience returns'].to_dict() == {n: dict(megatron='when the scale grows', deepspeed='when the scale grows',
                                                        apex_hysteresis='after a clean step').get(n, '') for n in POLICIES}
+    counted = dict(fastai='since the last growth', deepspeed='in a row, + 1 the first time', metaseq='in a row, window follows the scale', logmax='')
+    assert t['counted'].to_dict() == {n: counted.get(n, 'in a row') for n in POLICIES}
     assert set(t.index[t['host looks'] == 'each step']) == {'deepspeed', 'fairseq'} and t['observes']['logmax'] == 'amax, found_inf'
 
 
@@ -544,6 +586,67 @@ def test_foreign_states_load_or_say_what_is_missing():
     apex.load_state_dict({'loss_scale': 2.**10, 'unskipped': 1999})
     assert octaves(apex, '0') == [11] and apex.growth_tracker == 0
     with pytest.raises(ValueError, match="'MegatronScaler', not of 'TorchScaler'"): TorchScaler().load_state_dict(meg.state_dict())
+
+
+@pytest.mark.parametrize('name', [n for n in POLICIES if n not in ('torch', 'logmax')])
+@pytest.mark.parametrize('as_tensor', [False, True])
+def test_a_relatives_state_is_refused_with_a_way_on(name, as_tensor):
+    theirs = torch.amp.GradScaler('cpu', init_scale=8.)
+    theirs.scale(torch.ones(()))
+    state, sc = theirs.state_dict(), MAKES[name]()
+    if as_tensor: state['scale'] = torch.tensor([8.])
+    with pytest.raises(ValueError, match=r'state of torch.amp.GradScaler.* start with init_scale=8\.0\.') as e: sc.load_state_dict(state)
+    assert isinstance(sc, HysteresisScaler) or 'load it into a TorchScaler, or' in str(e.value)
+    if not isinstance(sc, HysteresisScaler):
+        with pytest.raises(ValueError, match=r'state of Megatron-LM: load it into a MegatronScaler, or start with init_scale=4\.0\.'):
+            sc.load_state_dict(dict(scale=torch.tensor([4.]), growth_tracker=7, hysteresis_tracker=1))
+
+
+def test_logmax_refuses_a_relatives_state_too():
+    with pytest.raises(ValueError, match='load it into a TorchScaler'): LogMaxScaler().load_state_dict(dict(scale=8., _growth_tracker=3))
+
+
+@pytest.mark.parametrize('name', [n for n in POLICIES if n not in ('logmax', 'fairseq', 'metaseq')])
+def test_a_floor_of_any_size_is_reached_before_it_stops_a_training(name):
+    kw = dict(hysteresis=1) if issubclass(POLICIES[name], HysteresisScaler) or name == 'deepspeed' else {}
+    sc = get_policy(name, init_scale=1024., floor=1000., on_floor='raise', **kw)
+    sc.update(saw(1))
+    assert sc.scale == 1000
+    with pytest.raises(FloatingPointError): sc.update(saw(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        low = get_policy(name, init_scale=1.5e-4, floor=1e-4, **kw | dict(on_floor='clamp'))      # 1e-4 lies above its FP32
+    for _ in range(3): low.update(saw(1))
+    assert low.scale == np.float32(1e-4) and getattr(low, 'exact', low.scale).item() == (1e-4 if hasattr(low, 'exact') and name != 'backoff'
+                                                                                       else np.float32(1e-4))
+    again = get_policy(name)
+    again.load_state_dict(low.state_dict())
+    assert again.scale == low.scale
+
+
+def test_in_strict_only_a_peer_with_a_floor_can_raise_at_it():
+    for name,cls in POLICIES.items():
+        if name == 'logmax': continue
+        if cls(strict=True).floor: assert cls(strict=True, on_floor='raise').needs_sync, name
+        else:
+            with pytest.raises(ValueError, match="on_floor='raise' needs a floor"): cls(strict=True, on_floor='raise')
+
+
+def test_own_policy_has_to_say_how_far_one_update_can_fall():
+    class Twice(DynamicScaler):
+        state_names = (*DynamicScaler.state_names, 'last')
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.last = torch.tensor(False)
+        def moved(self, found, tracker):
+            bad, scale = found != 0, super().moved(found, tracker)
+            scale = torch.where(bad & self.last, scale/2, scale).clamp(*self.bounds)
+            self.last = bad
+            return scale
+    with pytest.raises(AssertionError, match=r'drop is 0\.5, but one update can shrink the scale by 0\.25'):
+        check_own_policy(lambda: Twice(growth_interval=4))
+    Twice.drop = .25
+    check_own_policy(lambda: Twice(growth_interval=4))
 
 
 def test_deepspeed_stops_only_at_its_minimum_and_fairseq_before_it():
