@@ -417,7 +417,7 @@ def _refuse_lost_edits(state, name):
     inner = state['policy']
     if inner.get('policy') != name: return                                       # the policy says so itself
     factor = inner.get('factor', 1.)
-    said = dict(growth_factor=factor, backoff_factor=1/factor, growth_interval=2000, _growth_tracker=0)
+    said = dict(growth_factor=factor, backoff_factor=factor and 1/factor, growth_interval=2000, _growth_tracker=0)
     for n,v in said.items():
         if n.lstrip('_') not in inner and state.get(n, v) != v: raise ValueError(f'{name} has no {n} to be set.')
 
