@@ -9,7 +9,7 @@ __all__ = ['TORCH_DEFAULTS', 'GradScaler', 'check_clip_unscaled', 'check_accumul
 import inspect, weakref
 from collections import defaultdict
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, wraps
 
 import torch
 from fastcore.basics import patch
@@ -30,19 +30,29 @@ def _is_device(x):
     try: return isinstance(x, (str, torch.device)) and bool(torch.device(x))
     except RuntimeError: return False
 
+def _torchs_order(init):
+    "Arguments in torch's order, whose first is a device, are ours without the policy"
+    @wraps(init)
+    def __init__(self, *args, **kwargs):
+        if args and _is_device(args[0]): args = kwargs.pop('policy', None), *args
+        return init(self, *args, **kwargs)
+    return __init__
+
 class GradScaler(TorchGradScaler):
-    "torch.amp.GradScaler with any of our policies, and no way for a NaN into the weights"
+    "torch.amp.GradScaler with any of our policies, and no NaN reaches the weights"
+    @_torchs_order
     def __init__(self,
-        policy:LossScaler|str=None, # a scaler or its name; torch's rule if None; or a device, as in torch
+        policy:LossScaler|str=None, # a scaler or its name; torch's rule if None; left out if a device comes first
         device:str=None, # 'cuda', 'cpu'; that of the first loss if None
         init_scale:float=None, # the first scale, 2^16 if None; this and the next three are for torch's rule only
         growth_factor:float=None, # 2 if None
         backoff_factor:float=None, # 0.5 if None
         growth_interval:int=None, # 2000 if None
-        enabled:bool=True, # False: every method hands through, as torch's do
+        enabled:bool=True, # False: every method passes its argument through unchanged
         group=None, # process group over which steps are decided
     ):
-        if _is_device(policy): policy, device = None, policy if device is None else device
+        if isinstance(policy, (int, float)):
+            raise ValueError(f'Give init_scale by name: GradScaler(init_scale={policy!r}).')
         given = zip(TORCH_DEFAULTS, (init_scale, growth_factor, backoff_factor, growth_interval))
         given = {k: v for k,v in given if v is not None}
         if policy is not None: policy = get_policy(policy)
@@ -273,6 +283,14 @@ def step(self:GradScaler,
 
 # %% ../nbs/13_gradscaler.ipynb #3c999dfe
 @patch
+def _adopt(self:GradScaler):
+    "Tell a policy with an `exact` scale of its own what others wrote into the shared one"
+    p = self.policy
+    if p.scale._version == self._left_at or 'exact' not in p.state_names: return
+    known = (p.exact.float() == p.scale) | p.scale.isnan()
+    p.exact = torch.where(known, p.exact, p.scale.to(p.exact.dtype))
+
+@patch
 def _settle(self:GradScaler,
     home:Tensor, # the tensor that everybody shares
 ):
@@ -310,6 +328,7 @@ def _forget(self:GradScaler):
 @patch
 def _decide(self:GradScaler, obs, home):
     "Let the policy choose, and name the culprits if it raises"
+    self._adopt()
     try: self.policy.update(obs)
     except FloatingPointError as e:
         bad = [n for o in self.outcomes if not o.stepped for n in o.offenders]
@@ -336,7 +355,7 @@ def update(self:GradScaler,
 def _set_hyper(scaler, name, value):
     "Change a number of the policy, if it has it and it can work"
     p = scaler.policy
-    if not hasattr(p, name): raise ValueError(f'{type(p).__name__} has no {name} to be set.')
+    if name not in p.hyper_names: raise ValueError(f'{type(p).__name__} has no {name} to be set.')
     type(p)(**{n: getattr(p, n) for n in p.hyper_names} | {name: value})       # refuses what cannot work
     setattr(p, name, value)
 
@@ -378,6 +397,7 @@ def _get_growth_tracker(self:GradScaler): return int(getattr(self.policy, 'growt
 def state_dict(self:GradScaler)->dict: # torch's keys, and the policy's own state under 'policy'
     "All that scaler and policy remember; {} if disabled, as torch's"
     if not self._enabled: return {}
+    self._adopt()
     return dict(scale=self.get_scale(), growth_factor=self.get_growth_factor(),
                 backoff_factor=self.get_backoff_factor(), growth_interval=self.get_growth_interval(),
                 _growth_tracker=self._get_growth_tracker(), policy=self.policy.state_dict())
@@ -388,7 +408,23 @@ def _with_torchs_keys(state):
     inner |= {n: state[n] for n in TORCH_DEFAULTS if n in inner and n in state}
     for mine,torchs in (('scale', 'scale'), ('growth_tracker', '_growth_tracker')):
         if mine in inner and torchs in state: inner[mine] = torch.full_like(inner[mine], state[torchs])
+    if 'exact' in inner and 'scale' in inner and inner['exact'].float() != inner['scale']:
+        inner['exact'] = inner['scale'].to(inner['exact'].dtype)                 # somebody edited the scale
     return inner
+
+def _refuse_lost_edits(state, name):
+    "ValueError if one of torch's keys was edited for which the policy has no use"
+    inner = state['policy']
+    if inner.get('policy') != name: return                                       # the policy says so itself
+    factor = inner.get('factor', 1.)
+    said = dict(growth_factor=factor, backoff_factor=factor and 1/factor, growth_interval=2000, _growth_tracker=0)
+    for n,v in said.items():
+        if n.lstrip('_') not in inner and state.get(n, v) != v: raise ValueError(f'{name} has no {n} to be set.')
+
+@patch
+def _needs_torchs_rule(self:GradScaler, state):
+    "Whether torch's state comes to a policy that does not know it"
+    return '_growth_tracker' in state and type(self.policy).translate is not DynamicScaler.translate
 
 @patch
 def load_state_dict(self:GradScaler,
@@ -397,12 +433,19 @@ def load_state_dict(self:GradScaler,
     "Restore; ValueError with a sentence if the state is of another policy, RuntimeError if it is empty"
     if not self._enabled: return
     if not state: raise RuntimeError('The state dict is empty: it was probably saved from a disabled GradScaler.')
-    home = self.policy.scale
-    self.policy.load_state_dict(_with_torchs_keys(state) if isinstance(state.get('policy'), dict) else state)
+    home, name = self.policy.scale, type(self.policy).__name__
+    if isinstance(state.get('policy'), dict):
+        _refuse_lost_edits(state, name)
+        state = _with_torchs_keys(state)
+    elif self._needs_torchs_rule(state):
+        raise ValueError(f"This is the state of torch.amp.GradScaler, and {name} does not follow torch's rule: "
+                         f"start with {name}(init_scale={state.get('scale')!r}), the old scale.")
+    self.policy.load_state_dict(state)
     self._settle(home)
 
 @patch
 def __getstate__(self:GradScaler):
+    self._adopt()
     state = TorchGradScaler.__getstate__(self)
     for n in ('_scale', '_growth_tracker'): state.pop(n, None)
     policy = copy(self.policy).to('cpu')

@@ -1,5 +1,6 @@
 """`mpcourse replay` and `mpcourse compare`: what they print and write, and a sentence for each thing that cannot be."""
 import json
+from pathlib import Path
 
 import pandas as pd, pytest
 
@@ -7,6 +8,12 @@ from mpcourse.cli import main
 from mpcourse.simulator import hard_batches, save_trace, script
 
 pytestmark = pytest.mark.library
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path_factory, monkeypatch):
+    "`replay` writes replay.png into the current folder"
+    monkeypatch.chdir(tmp_path_factory.mktemp('here'))
 
 
 def out_of(capsys, *argv):
@@ -38,7 +45,7 @@ def test_storms(argv, steps, capsys):
 
 def test_a_finite_factor_and_a_recorded_trace(tmp_path, capsys):
     code, out, _ = out_of(capsys, 'replay', '--storm', '1'*30, '--factor', '2^14', '--policies', 'torch', '--start', '65536')
-    assert code == 0 and out.splitlines()[-1].split()[:5] == ['torch', '16', '11', '11', '5']
+    assert code == 0 and ['torch', '16', '11', '11', '5'] in [l.split()[:5] for l in out.splitlines()]
     save_trace(hard_batches(4, 2, 2), tmp_path/'t.json')
     code, out, _ = out_of(capsys, 'replay', '--storm', str(tmp_path/'t.json'), '--policies', 'torch')
     assert code == 0 and '8 steps, 4 of them bad' in out
@@ -48,6 +55,14 @@ def test_a_finite_factor_and_a_recorded_trace(tmp_path, capsys):
 def test_replay_draws(name, tmp_path, capsys):
     code, out, _ = out_of(capsys, 'replay', '--storm', '0'*20 + '1'*5, '--policies', 'torch', '--out', str(tmp_path/name))
     assert code == 0 and (tmp_path/name).stat().st_size > 5000 and name in out
+
+
+def test_replay_draws_into_the_current_folder_unless_told_otherwise(tmp_path, capsys):
+    code, out, _ = out_of(capsys, 'replay', '--storm', '001', '--policies', 'torch', '--out', str(tmp_path/'x.png'))
+    assert code == 0 and not Path('replay.png').exists() and out.endswith('x.png.\n')
+    code, out, _ = out_of(capsys, 'replay', '--storm', '001', '--policies', 'torch')
+    assert code == 0 and Path('replay.png').stat().st_size > 5000 and out.endswith('The plot is in replay.png.\n')
+    assert out_of(capsys, 'replay', '--storm', '001', '--policies', 'torch', '--out', 'bare')[1].endswith('The plot is in bare.png.\n') and Path('bare.png').exists()
 
 
 def test_a_policy_that_gives_up_is_named(capsys, monkeypatch):
@@ -63,7 +78,8 @@ def test_a_policy_that_gives_up_is_named(capsys, monkeypatch):
     (('--policies', 'torch,nobody'), 'nobody'), (('--start', '0'), 'A loss scale of 0'), (('--start', 'high'), "'high' is no number"),
     (('--factor', '3'), 'cannot be 3 times as large'), (('--factor', 'x'), "'x' is no number"), (('--storm', 'random', '--rate', '2'), 'a probability'),
     (('--storm', 'hard', '--bad', '0', '--before', '0', '--after', '0'), 'no steps'),
-    (('--storm', '01', '--policies', 'torch', '--out', '/nowhere/x.png'), '/nowhere'), (('--storm', '01', '--policies', 'torch', '--out', 'x.abc'), 'abc')])
+    (('--storm', '01', '--policies', 'torch', '--out', '/nowhere/x.png'), "The plot cannot be written to '/nowhere/x.png' (No such file or directory): name another file with --out."),
+    (('--storm', '01', '--policies', 'torch', '--out', '.'), "'.' (it is a folder): name another"), (('--storm', '01', '--policies', 'torch', '--out', 'x.abc'), 'abc')])
 def test_replay_refuses_in_a_sentence(argv, says, capsys):
     code, _, err = out_of(capsys, 'replay', *argv)
     assert code == 2 and says in err and err.count('\n') == 1 and 'Traceback' not in err

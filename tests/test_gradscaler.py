@@ -1,5 +1,5 @@
 """Torch's documented recipes bit for bit, its error states, what reaches the weights, who waits; Lightning, Accelerate."""
-import copy, gc, importlib.metadata, importlib.util, io, os, pickle, subprocess, sys, warnings, weakref
+import copy, gc, importlib.metadata, importlib.util, inspect, io, os, pickle, subprocess, sys, warnings, weakref
 from contextlib import contextmanager
 
 import pytest, torch, torch.nn as nn
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpcourse.dynamic import DynamicScaler, HysteresisScaler
 from mpcourse.formats import same_bits
 from mpcourse.gradscaler import GradScaler
-from mpcourse.policies import OWN_POLICIES, POLICIES as PUBLISHED
+from mpcourse.policies import OWN_POLICIES, POLICIES as PUBLISHED, get_policy
 from mpcourse.static import Handle, LossScaler, StaticScaler
 
 Torch = torch.amp.GradScaler
@@ -314,8 +314,31 @@ def test_what_torch_takes_and_cannot_work(kw):
 def test_numbers_beside_a_policy_are_not_ignored():
     with pytest.raises(ValueError, match='init_scale, growth_interval beside a policy would be lost: give it to StaticScaler'):
         GradScaler(StaticScaler(), init_scale=2., growth_interval=5)
-    for wrong in (2.**16, 'nothing'):
-        with pytest.raises(ValueError, match='There is no policy'): GradScaler(wrong)
+    with pytest.raises(ValueError, match='There is no policy'): GradScaler('nothing')
+    for wrong in (1024., 1024):
+        with pytest.raises(ValueError, match=r'Give init_scale by name: GradScaler\(init_scale=1024(\.0)?\)\.'): GradScaler(wrong)
+
+
+@library
+def test_torchs_order_of_arguments():
+    "All that torch's signature takes by place, ours takes by the same place"
+    order = [n for n in inspect.signature(Torch).parameters]
+    values = dict(device='cpu', init_scale=2.**10, growth_factor=4., backoff_factor=.25, growth_interval=3, enabled=True)
+    assert order == list(values) and [n for n in inspect.signature(GradScaler).parameters][:7] == ['policy', *order]
+    for n in range(1, len(order) + 1):
+        args = [values[k] for k in order[:n]]
+        by_name = {k: values[k] for k in order[n:]}
+        for kw in ({}, by_name):
+            ours, theirs = GradScaler(*args, **kw), Torch(*args, **kw)
+            got = ours.state_dict(); got.pop('policy')
+            assert got == theirs.state_dict() and ours._device == 'cpu'
+            assert bad_steps(ours, PATTERN)[0] == bad_steps(theirs, PATTERN)[0]
+    assert not GradScaler(torch.device('cpu'), 2., 2., .5, 5, False).is_enabled()
+    s = GradScaler('cpu', policy='fastai')
+    assert s._device == 'cpu' and type(s.policy) is PUBLISHED['fastai']
+    for s in (GradScaler, Torch):
+        with pytest.raises(TypeError, match="multiple values for argument 'device'"): s('cpu', device='cpu')
+        with pytest.raises(TypeError, match="multiple values for argument 'init_scale'"): s('cpu', 2., init_scale=2.)
 
 
 @library
@@ -427,6 +450,70 @@ def test_a_state_edited_by_hand_counts():
     state = s.state_dict() | dict(scale=64., growth_interval=2, _growth_tracker=1)
     s.load_state_dict(state)
     assert s.get_scale() == 64. and bad_steps(s, '00')[0] == [128., 128.] and s.get_growth_interval() == 2
+
+
+SET = dict(number=lambda s, x: s.update(x), tensor=lambda s, x: s.update(torch.tensor(x)), in_place=lambda s, x: s._scale.fill_(x),
+           state=lambda s, x: s.load_state_dict(s.state_dict() | dict(scale=x)),
+           and_saved=lambda s, x: (s._scale.fill_(x), s.load_state_dict(pickle.loads(pickle.dumps(s.state_dict())))),
+           and_copied=lambda s, x: (s._scale.fill_(x), s.__setstate__(pickle.loads(pickle.dumps(s)).__dict__)))
+
+
+@library
+@pytest.mark.parametrize('name', POLICIES_BY_NAME)
+@pytest.mark.parametrize('how', SET.values(), ids=SET)
+def test_a_scale_set_by_hand_is_where_the_policy_goes_on_from(name, how):
+    "All but LogMax, whose scale comes from statistics"
+    kw = {} if name in ('logmax', 'static') else dict(growth_interval=4)
+    s = GradScaler(get_policy(name, **kw)); bad_steps(s, '00100')
+    how(s, 2.**8)
+    assert s.get_scale() == 2.**8
+    scales = [2.**8, *bad_steps(s, '0011110000' + '0'*8)[0]]
+    if name == 'logmax': return
+    assert scales[1] in (2.**8, 2.**9), scales
+    assert all(b/a in (.5, 1., 2.) for a, b in zip(scales, scales[1:])), scales
+    if name != 'static': assert min(scales) < 2.**8
+
+
+@library
+def test_an_exact_scale_is_kept_where_nobody_wrote():
+    "A third of 2^16 is no FP32 number: copies and states do not round it"
+    a, b = (GradScaler(get_policy('fastai', init_scale=2.**16, factor=3.)) for _ in range(2))
+    bad_steps(a, '11'); exact = a.policy.exact.clone()
+    assert exact.float().double() != exact
+    b.load_state_dict(a.state_dict())
+    for s in (a, b, copy.deepcopy(a), pickle.loads(pickle.dumps(a))):
+        assert s.policy.exact == exact
+        s.state_dict(); bad_steps(s, '0'); assert s.policy.exact == exact
+
+
+@library
+@pytest.mark.parametrize('name', POLICIES_BY_NAME)
+def test_an_edit_for_which_a_policy_has_no_use_is_refused(name):
+    s = GradScaler(name); bad_steps(s, '01')
+    for key, value in dict(growth_factor=4., backoff_factor=.25, growth_interval=7, _growth_tracker=1).items():
+        state, before = s.state_dict() | {key: value}, str(s.state_dict())
+        has = key in s.policy.hyper_names or key[1:] in s.policy.state_names
+        if has: GradScaler(name).load_state_dict(state)
+        else:
+            with pytest.raises(ValueError, match=f'{type(s.policy).__name__} has no {key} to be set'): s.load_state_dict(state)
+        if key[0] != '_' and not has:
+            with pytest.raises(ValueError, match=f'{type(s.policy).__name__} has no {key} to be set'): getattr(s, f'set_{key}')(value)
+        assert str(s.state_dict()) == before
+        if has and key[0] != '_': getattr(s, f'set_{key}')(value); assert getattr(s, f'get_{key}')() == value; s = GradScaler(name); bad_steps(s, '01')
+
+
+@library
+@pytest.mark.parametrize('name', POLICIES_BY_NAME)
+def test_torchs_state_comes_to_torchs_rule_only(name):
+    state, s = Torch('cpu', init_scale=2.**9, growth_interval=5).state_dict(), GradScaler(name)
+    if name in ('torch', 'dynamic'):
+        s.load_state_dict(state)
+        assert s.get_scale() == 2.**9 and s.get_growth_interval() == 5
+        return
+    before = str(s.state_dict()); cls = type(s.policy).__name__
+    with pytest.raises(ValueError, match=rf"of torch.amp.GradScaler, and {cls} does not follow torch's rule: start with {cls}\(init_scale=512.0\)"):
+        s.load_state_dict(state)
+    assert str(s.state_dict()) == before
 
 
 @library

@@ -282,6 +282,26 @@ def test_strict_torch_reaches_zero_and_is_refused():
     assert safe.scales[0, -1] == 2**-24 and not safe.skipped[0, 200:].any()
 
 
+def test_an_infinite_scale_still_flies():
+    "Strict Megatron has no ceiling; only NaN says that a policy gave up"
+    f = replay(get_policy('megatron', init_scale=2.**126, growth_interval=1, strict=True), script('0'*4, like=torch.tensor([2.**-120])))
+    assert f.scales[0, :4].tolist() == [2.**126, 2.**127, INF, INF] and f.table()['end'].item() == INF and not f.stopped
+
+
+def test_a_storm_is_a_trace():
+    for what in ('random', None, '0110'):
+        with pytest.raises(ValueError, match=r'A storm is a Trace: take hard_batches\(\), random_storm\(\) or load_trace\(path\)\.'): replay('torch', what)
+    with pytest.raises(ValueError, match='A storm is a Trace'): fly(relu_mlp, digits(), 'torch', 'random', **FLY)
+
+
+def test_metaseqs_way_back():
+    "Its window doubles, and the count goes on from the last overflow"
+    for octaves, window, want in ((10, 1, 512), (3, 100, 400), (1, 256, 256), (0, 1000, 0), (4, 3, 24)):
+        policy = get_policy('metaseq', init_scale=2.**12, growth_interval=window*2**octaves)
+        scales = replay(policy, hard_batches(octaves, at=0, after=600))['metaseq']
+        assert (scales[octaves:] < 2.**12).sum() == want and scales[octaves] == 2.**(12 - octaves)
+
+
 def test_names_on_board():
     d = DynamicScaler()
     assert list(named_policies(['torch', d, d, 'torch'])) == ['torch', 'dynamic', 'dynamic #2', 'torch #2']
@@ -314,7 +334,9 @@ def test_plot():
     twins = plot_flight(replay({'a': 'torch', 'b': 'torch'}, script('010')))
     assert [t.get_text() for t in twins.get_legend().get_texts()] == ['a, b']
     assert len(plot_flight(f, 'flushed', names=['torch']).lines) == 2
+    assert len(plot_flight(f, names='torch').lines) == 2
     with pytest.raises(ValueError, match="no 'loss': it has scales, flushed"): plot_flight(f, 'loss')
+    with pytest.raises(ValueError, match="'nobody' did not fly; there are torch, metaseq."): plot_flight(f, names=['torch', 'nobody'])
     plt.close('all')
 
 
@@ -341,6 +363,16 @@ def test_a_storm_makes_bad_batches_and_nothing_else():
     assert f['torch'].tolist() == [2**10]*3 + [2**9, 2**8, 2**8] and f['megatron'][-1] == 2**9
     assert torch.equal(f.scales, replay(['torch', 'megatron'], script('00110'), start=2.**10).scales)
     assert f.zeros[:, 2:4].isnan().all() and f.zeros[:, :2].isfinite().all()
+
+
+def test_a_flight_refuses_to_ignore_how_bad_a_storm_is():
+    for storm in (hard_batches(2, 1, 1, factor=2.**14), script('01', like=torch.ones(3), factor=4.)):
+        with pytest.raises(ValueError, match='Bad steps of this storm are finite, .* give it an `alter`'): fly(relu_mlp, digits(), 'torch', storm, **FLY)
+        f = fly(relu_mlp, digits(), 'torch', storm, alter=lambda xb, generator: xb*INF, **FLY)
+        assert torch.equal(f.skipped[0], storm.bad) and torch.equal(f.bad, storm.bad)
+    f = fly(relu_mlp, digits(), 'torch', hard_batches(1, 1, 1, like=torch.ones(3)), steps=5, **FLY)      # infinite: nothing is lost
+    assert f.bad.tolist() == [False, True, False, False, False]
+    assert fly(relu_mlp, digits(), 'torch', script('0110'), steps=2, **FLY).bad.tolist() == [False, True]
 
 
 def test_a_flight_is_repeatable_and_scalers_are_not_worn():
