@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .dynamic import DynamicScaler
 from .formats import expect, get_format
-from .plots import CYCLE, Log2Hist, log2_axis, log2_hist
+from .plots import CYCLE, log2_axis, log2_hist
 from .policies import POLICIES, get_policy
 from .rounding import quantize
 from .static import LossScaler, MixedStep, Observation, StaticScaler, valid_scale

@@ -138,7 +138,7 @@ class LossScaler:
         scale:Tensor, # the next scale, a new tensor
     ):
         "What `update` calls: a scale that lies at most `drop` below the last one"
-        bound = self._bound.fall(self.drop)
+        bound = self._bound.fall(self.drop) if self._bound.version == self.scale._version else HostBound()
         self.scale = scale
         self._bound = bound.sees(scale)
 

@@ -1,5 +1,5 @@
 """Schemes, what is measured of a training, and comparisons that go on where they stopped."""
-import json, math
+import math
 
 import pandas as pd, pytest, torch
 

@@ -1,11 +1,10 @@
 """`mpcourse replay` and `mpcourse compare`: what they print and write, and a sentence for each thing that cannot be."""
-import json
 from pathlib import Path
 
 import pandas as pd, pytest
 
 from mpcourse.cli import main
-from mpcourse.simulator import hard_batches, save_trace, script
+from mpcourse.simulator import hard_batches, save_trace
 
 pytestmark = pytest.mark.library
 

@@ -5,17 +5,16 @@ from functools import partial
 import pytest, torch, torch.nn as nn
 from hypothesis import given, settings, strategies as st
 
-import mpcourse.simulator as S
-from mpcourse.dynamic import DynamicScaler, HysteresisScaler
+from mpcourse.dynamic import DynamicScaler
 from mpcourse.formats import get_format, same_bits
 from mpcourse.plots import log2_hist
 from mpcourse.policies import POLICIES, get_policy
 from mpcourse.rounding import quantize
-from mpcourse.simulator import (Flight, Recording, Trace, bell, flush_share, fly, fresh, from_hists, hard_batches, load_trace, named_policies,
+from mpcourse.simulator import (Recording, bell, flush_share, fly, fresh, from_hists, hard_batches, load_trace, named_policies,
                                 observe, overflows, plot_flight, random_storm, record_trace, replay, round_off, save_trace, script, spoil,
                                 storm_of, weight_zeros)
-from mpcourse.static import MixedStep, Observation, StaticScaler, unscale_
-from mpcourse.toys import batches, digits, fit, get_toy, plain_step, relu_mlp, train_toy
+from mpcourse.static import MixedStep, StaticScaler, unscale_
+from mpcourse.toys import batches, digits, get_toy, plain_step, relu_mlp, train_toy
 
 pytestmark = pytest.mark.library
 INF, NAN = math.inf, math.nan

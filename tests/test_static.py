@@ -1,5 +1,5 @@
 """Unscaling against torch's and a float64 reference; skipped steps against every bit; decisions that ranks share; states that are foreign."""
-import copy, os, sys, warnings
+import copy, warnings
 from collections import namedtuple
 from contextlib import nullcontext
 

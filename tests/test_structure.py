@@ -63,6 +63,17 @@ def test_no_name_is_exported_twice_or_none():
             seen[name] = m
 
 
+@sources
+def test_no_method_is_given_twice(module):
+    "`@patch` puts a function into a class; two of a name in one class, and the first is lost without a word"
+    seen = []
+    for n in tree(module).body:
+        if isinstance(n, ast.ClassDef): seen += [(n.name, f.name) for f in n.body if isinstance(f, ast.FunctionDef) and 'setter' not in ast.dump(f)]
+        elif isinstance(n, ast.FunctionDef) and any('patch' in ast.dump(d) for d in n.decorator_list):
+            seen.append((ast.unparse(n.args.args[0].annotation), n.name))
+    assert len(seen) == len(set(seen)), [s for s in seen if seen.count(s) > 1]
+
+
 def test_all_brings_every_name_of_the_library():
     import mpcourse.all as everything
     want = [n for m in LIBRARY for n in importlib.import_module(f'mpcourse.{m}').__all__]
