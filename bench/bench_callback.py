@@ -65,7 +65,7 @@ def compare(name, make, x, y, repeats):
 def bench_cnn():
     "The digits CNN, 64 images"
     x, y = (t[:64].to(DEVICE) for t in digits().train)
-    return compare('digits CNN', lambda: cnn(device=DEVICE), x, y, 101)
+    return compare('digits CNN', lambda: cnn(device=DEVICE), x, y, 301)
 
 
 def bench_transformer():
@@ -74,4 +74,4 @@ def bench_transformer():
     x = torch.randint(96, (2, 64), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     n = sum(p.numel() for p in make().parameters())
     assert n > 10_000_000, n
-    return compare('transformer of 10 M', lambda: make().to(DEVICE), x, x, 15)
+    return compare('transformer of 10 M', lambda: make().to(DEVICE), x, x, 25)

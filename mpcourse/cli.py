@@ -58,17 +58,19 @@ def draw(
     out: str, # the file to write; a PNG if it has no suffix
 ) -> Path: # the file
     "Plot a flight into a file; RequestError if that cannot be written"
+    import matplotlib.pyplot as plt
     from mpcourse.plots import use_style
     from mpcourse.simulator import plot_flight
     use_style()
-    path = Path(out)
+    path, fig = Path(out), plot_flight(flight).figure
     try:
         if path.is_dir(): raise IsADirectoryError(0, 'it is a folder')
         if not path.suffix: path = path.with_suffix('.png')
-        plot_flight(flight).figure.savefig(path)
+        fig.savefig(path)
     except OSError as e:
         raise RequestError(f'The plot cannot be written to {out!r} ({e.strerror or e}): '
                            'name another file with --out.') from e
+    finally: plt.close(fig)
     return path
 
 def replay_command(
