@@ -121,13 +121,17 @@ def wants(self:DynamicScaler)->frozenset:
 
 # %% ../nbs/10_dynamic.ipynb #1916f7ba
 @patch
+def counted(self:DynamicScaler)->Tensor: # 0-dim int32, a new one
+    "Clean steps so far; a count restored from a longer interval is cut, so that the next clean step grows"
+    return self.growth_tracker.clone() if self.strict else self.growth_tracker.clamp(max=int(self.growth_interval) - 1)
+
+@patch
 def moved(self:DynamicScaler,
     found:Tensor, # 0-dim float32: non-zero, or NaN, backs off
     tracker:Tensor, # 0-dim int32, written to: clean steps so far
 )->Tensor: # 0-dim float32, within the bounds
     "The next scale, by torch's kernel"
     scale = self.scale.clone()
-    if not self.strict: tracker.clamp_(max=self.growth_interval - 1)       # also one restored from a longer interval
     torch._amp_update_scale_(scale, tracker, found, self.growth_factor, self.backoff_factor, int(self.growth_interval))
     return scale.clamp_(*self.bounds)
 
@@ -152,7 +156,7 @@ def update(self:DynamicScaler,
     obs:Observation, # of the whole step
 ):
     "Back off if anything was not finite, grow after enough clean steps; FloatingPointError with on_floor='raise'"
-    found, tracker = obs['found_inf'], self.growth_tracker.clone()
+    found, tracker = obs['found_inf'], self.counted()
     if self.needs_sync: self.mind_floor(found != 0)
     scale = self.moved(found, tracker)
     self.growth_tracker = tracker
@@ -230,7 +234,7 @@ class HysteresisScaler(DynamicScaler):
         "Lose patience at an overflow, back off when there is none left; a forgiven overflow restarts the count too"
         bad, (left, out) = obs['found_inf'] != 0, self.patience(obs['found_inf'])
         if self.needs_sync: self.mind_floor(out)
-        tracker = self.growth_tracker.masked_fill(bad, -1)
+        tracker = self.counted().masked_fill(bad, -1)
         scale = self.moved(out.float(), tracker)
         full = ~bad if self.refill == 'clean' else ~bad & (tracker == 0)
         self.hysteresis_tracker = left.masked_fill(full, self.hysteresis)

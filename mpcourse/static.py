@@ -139,8 +139,7 @@ class LossScaler:
     ):
         "What `update` calls: a scale that lies at most `drop` below the last one"
         bound = self._bound.fall(self.drop) if self._bound.version == self.scale._version else HostBound()
-        self.scale = scale
-        self._bound = bound.sees(scale)
+        vars(self).update(scale=scale, _inverse=None, _bound=bound.sees(scale))
 
     def to(self,
         device, # where the state should live
@@ -283,9 +282,12 @@ def count_wanted(
 
 def _by_kind(triples, scaler):
     "Group triples that one kernel call can take: same device, dtype and inverse"
-    kinds, one = {}, scaler.inv_scale() if type(scaler).inv_scale is LossScaler.inv_scale else None
-    for name,grad,master in triples:
+    for name,grad,_ in triples:
         if grad.is_sparse: raise ValueError(f'The gradient of {name} is sparse, not to be unscaled: take sparse=False.')
+    kinds, one = {}, scaler.inv_scale() if type(scaler).inv_scale is LossScaler.inv_scale else None
+    if one is not None and len({(m.device, m.dtype) for _,_,m in triples}) == 1:             # nearly always
+        return [(one, [g for _,g,_ in triples], [m for _,_,m in triples])]
+    for name,grad,master in triples:
         inv = scaler.inv_scale(name) if one is None else one
         kind = kinds.get(key := (master.device, master.dtype, id(inv)))
         if kind is None: kind = kinds[key] = inv, [], []
