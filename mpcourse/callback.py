@@ -182,7 +182,8 @@ def _check_scheme(dtype, scaler):
     known = ', '.join(_known_scalers())
     if dtype not in SCHEME_DTYPES.values():
         raise ValueError(f'Training in {dtype} is not what this is for: take {" or ".join(SCHEME_DTYPES)}.')
-    if not isinstance(scaler, LossScaler | None): raise ValueError(f'{scaler!r} is no loss scaler: take {known}.')
+    if not isinstance(scaler, LossScaler | None):
+        raise ValueError(f'{scaler!r} is no loss scaler: make one, of {known}.')
     if dtype == torch.float16 and scaler is None:
         raise ValueError(f'FP16 without a loss scaler loses small gradients: give one of {known}.')
     if dtype == torch.bfloat16 and scaler is not None:

@@ -7,7 +7,7 @@ __all__ = ['EXTRA', 'run_command', 'doctor_command', 'RequestError', 'names_in',
            'compare_command', 'positive', 'count', 'add_replay', 'add_compare', 'make_parser', 'in_a_sentence', 'main']
 
 # %% ../nbs/91_cli.ipynb #f3dd68d4
-import argparse, sys
+import argparse, sys, warnings
 from pathlib import Path
 
 # %% ../nbs/91_cli.ipynb #fff1f39a
@@ -99,7 +99,10 @@ def compare_command(
         raise RequestError(f'There is no folder {str(Path(args.csv).parent)!r} for --csv: make it, or name another.')
     try:
         results = compare(names_in(args.schemes), args.seeds, args.toy, args.steps, args.store, args.workers)
-        print(comparison_table(results).to_string())
+        print('converged: the final loss is within what FP32 reaches on this toy; zeros: share of the entries of '
+              "weight gradients that are zero, and FP32's on the same batch.\n")
+        print(comparison_table(results).rename(columns={'in FP32': "FP32's zeros"}).to_string())
+        print(f'\nThe runs are kept in {args.store}, and are not run again.')
         if args.csv:
             results.to_csv(args.csv, index=False)
             print(f'\nEvery run has a line in {args.csv}.')
@@ -195,6 +198,7 @@ def main(
 ) -> int: # the exit code
     "The console command `mpcourse`"
     args = make_parser().parse_args(argv)
+    warnings.showwarning = lambda message, *a, **k: print(message, file=sys.stderr)      # the sentence, without a path
     try: return args.func(args)
     except KeyboardInterrupt:
         print('Stopped; what had ended is kept.', file=sys.stderr)

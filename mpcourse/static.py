@@ -239,10 +239,21 @@ def check_state(self:LossScaler,
         raise ValueError(f'A loss scale of {scale:g} cannot work: it has to lie between {low:g} and {high:g}.')
 
 @patch
+def tell_changes(self:LossScaler,
+    like, # a scaler with the hyper-parameters of a state
+):
+    "Warn where a state has other hyper-parameters than those that were asked for here"
+    new = [(n, getattr(self, n), getattr(like, n)) for n in self.hyper_names if n != 'init_scale']
+    told = ', '.join(f'{n}={b!r} (here: {a!r})' for n,a,b in new if a != b)
+    if told: warnings.warn(f'{type(self).__name__} goes on with what the state says: {told}.', stacklevel=3)
+
+@patch
 def load_state_dict(self:LossScaler,
     state:dict, # from `state_dict`
 ):
     "Restore; ValueError with a sentence, and nothing changed, if the state is not of this policy"
+    if not isinstance(state, dict):
+        raise ValueError(f'{state!r} is no state of a scaler: give what state_dict() returned.')
     if not {'policy', 'version'} & set(state): state = self.translate(state)
     if state.get('policy') != type(self).__name__:
         raise ValueError(f'This is the state of {state.get("policy", "no policy of ours")!r}, not of '
@@ -256,6 +267,7 @@ def load_state_dict(self:LossScaler,
         warnings.simplefilter('ignore')
         like = type(self)(**hyper) if hyper else self        # refuses what the constructor refuses
     like.check_state(state)
+    self.tell_changes(like)
     vars(self).update({n: getattr(like, n) for n in vars(like) if n not in self.state_names})
     if not hyper: self.init_scale = min(self.init_scale, float(state['scale']))
     for n in self.state_names: setattr(self, n, state[n].detach().clone().to(getattr(self, n).device))
@@ -312,7 +324,8 @@ def unscale_(
 )->Observation: # what the scaler wants to know, on its device; not yet reduced over ranks
     "Copy gradients to FP32 and take the scale out, in place; ValueError for sparse gradients, or none at all"
     triples = [t for t in named if t[1] is not None]
-    if not triples: raise ValueError('No parameter has a gradient: unfreeze some, or let the loss depend on the model.')
+    if not triples: raise ValueError('No parameter has a gradient: unfreeze some, let the loss depend on the model, or '
+                                     "give the optimizer this model's parameters.")
     home, wants, again = scaler.scale.device, scaler.wants, scaler.below_one()
     counted = sorted(wants - {'found_inf', 'found_after'}, key=str) if len(wants) > 1 else ()
     counts = {w: count_wanted(w, [g for _,g,_ in triples]).to(home) for w in counted}
@@ -470,6 +483,8 @@ class MixedStep:
         clip:float=None, # largest global norm of the unscaled gradients
         group=None, # process group over which steps are decided
     ):
+        if not isinstance(scaler, LossScaler):
+            raise ValueError(f'{scaler!r} is no loss scaler: give one that is made, such as StaticScaler(1024.).')
         self.scaler, self.dtype, self.compute, self.clip, self.group = scaler, dtype, compute, clip, group
         self.lent = self.outcome = None
 

@@ -483,3 +483,14 @@ def test_a_net_trains_from_a_scale_far_too_high(kind):
     runs = [step(net, x, y, opt, F.cross_entropy) for _ in range(120)]
     skipped = [bool(r['skipped']) for r in runs]
     assert 15 < sum(skipped) < 40 and not any(skipped[60:]) and runs[-1]['loss'] < .8*runs[0]['loss'] and sc.scale < 2.**25
+
+
+def test_a_state_that_changes_what_was_asked_for_says_so():
+    "Somebody resumes with a floor; the file, written without one, brings its own, as torch's does, and is heard"
+    new = DynamicScaler(floor=2.**10)
+    with pytest.warns(UserWarning, match=r'DynamicScaler goes on with what the state says: floor=.* \(here: 1024'):
+        new.load_state_dict(DynamicScaler().state_dict())
+    assert new.floor == 2.**-24
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        DynamicScaler().load_state_dict(DynamicScaler(2.**10).state_dict())

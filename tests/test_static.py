@@ -689,3 +689,13 @@ def test_arm_gives_the_flag_only_of_what_was_found():
         arm(opt, StepOutcome(torch.tensor(flag), torch.tensor(1.), torch.tensor(1.)))
         assert opt.found_inf == want and opt.grad_scale is None
         disarm(opt)
+
+
+def test_a_scaler_has_to_be_made():
+    for what in ('megatron', None, 1024., StaticScaler):
+        with pytest.raises(ValueError, match='is no loss scaler: give one that is made'): MixedStep(what)
+
+
+@pytest.mark.parametrize('what', ['foo', [1], None])
+def test_a_state_has_to_be_a_dict(what):
+    with pytest.raises(ValueError, match='is no state of a scaler'): StaticScaler().load_state_dict(what)
