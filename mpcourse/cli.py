@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['EXTRA', 'run_command', 'doctor_command', 'RequestError', 'names_in', 'storm_from', 'draw', 'replay_command',
-           'compare_command', 'positive', 'count', 'add_replay', 'add_compare', 'make_parser', 'in_a_sentence', 'main']
+           'compare_command', 'positive', 'count', 'add_replay', 'add_compare', 'make_parser', 'in_a_sentence',
+           'tell_once', 'main']
 
 # %% ../nbs/91_cli.ipynb #f3dd68d4
 import argparse, sys, warnings
+from functools import partial
 from pathlib import Path
 
 # %% ../nbs/91_cli.ipynb #fff1f39a
@@ -193,13 +195,23 @@ def in_a_sentence(
     return ''
 
 # %% ../nbs/91_cli.ipynb #28a58949
+def tell_once(
+    told: set, # what was said so far
+    message: Warning, *args, **kwargs, # as `warnings.showwarning` is called
+):
+    "A warning as its sentence, without a path, and once"
+    if str(message) not in told: print(message, file=sys.stderr)
+    told.add(str(message))
+
 def main(
     argv: list|None=None, # arguments, or None for those of the command line
 ) -> int: # the exit code
     "The console command `mpcourse`"
     args = make_parser().parse_args(argv)
-    warnings.showwarning = lambda message, *a, **k: print(message, file=sys.stderr)      # the sentence, without a path
-    try: return args.func(args)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(tell_once, set())
+            return args.func(args)
     except KeyboardInterrupt:
         print('Stopped; what had ended is kept.', file=sys.stderr)
         return 130

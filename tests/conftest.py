@@ -36,7 +36,7 @@ rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group('gloo', init_method=f'file://{{folder}}/meet', rank=rank, world_size=world)
 {code}
 dist.barrier(); dist.destroy_process_group(); sys.stdout.flush(); sys.stderr.flush()
-os._exit(0)     # gloo's threads, on their way out, abort one process in ten: "terminate called without an active exception"
+os._exit(0)     # gloo's threads, on their way out, abort a process now and then: "terminate called without an active exception"
 '''
 
 
@@ -52,6 +52,23 @@ def ranks(tmp_path):
         for p,err in zip(procs, errs): assert p.returncode == 0, err[-3000:]
         return [torch.load(tmp_path/f'{r}.pt', weights_only=False) for r in range(n)]
     return run
+
+
+LOOKING = ('item', '__bool__', '__float__', '__int__', 'tolist', 'numpy', '__index__') # every way of a tensor's value to the host
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    "The names of all looks from the host at a tensor's value, as they happen"
+    import torch
+    seen = []
+    for n in LOOKING:
+        orig = getattr(torch.Tensor, n)
+        def look(self, *a, _n=n, _o=orig, **k):
+            seen.append(_n)
+            return _o(self, *a, **k)
+        monkeypatch.setattr(torch.Tensor, n, look)
+    return seen
 
 
 @pytest.fixture

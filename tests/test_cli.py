@@ -1,4 +1,5 @@
 """`mpcourse replay` and `mpcourse compare`: what they print and write, and a sentence for each thing that cannot be."""
+import warnings
 from pathlib import Path
 
 import pandas as pd, pytest
@@ -115,3 +116,15 @@ def test_compare_refuses_in_a_sentence(argv, says, tmp_path, capsys):
     code, _, err = out_of(capsys, *COMPARE, '--store', str(tmp_path), *argv)
     lines = [l for l in err.splitlines() if 'bakeoff' not in l and l.strip()]          # the progress bar is there too
     assert code == 2 and says in err and len(lines) == 1 and 'Traceback' not in err
+
+
+def test_a_warning_is_one_sentence_and_the_process_keeps_its_own_way_of_warning(capsys):
+    before = warnings.showwarning
+    code, _, err = out_of(capsys, 'replay', '--start', '1000', '--policies', 'torch,fastai', '--storm', '010')
+    assert code == 0 and err == 'A loss scale of 1000 is not a power of two, so it rounds every gradient once more: 512 would not.\n'
+    assert warnings.showwarning is before
+
+
+def test_compare_says_what_its_columns_are_and_where_the_runs_stay(capsys):
+    code, out, _ = out_of(capsys, 'compare', '--toy', 'relu_mlp', '--schemes', 'fp32', '--seeds', '1', '--steps', '5', '--workers', '1')
+    assert code == 0 and out.startswith('converged: the final loss') and "FP32's zeros" in out and 'kept in _compare' in out

@@ -340,21 +340,6 @@ def test_the_two_kinds_part_on_single_overflows():
 
 # --- no look from the host ---
 
-LOOKING = ('item', '__bool__', '__float__', '__int__', 'tolist', 'numpy', '__index__')
-
-
-@pytest.fixture
-def looks(monkeypatch):
-    seen = []
-    for n in LOOKING:
-        orig = getattr(torch.Tensor, n)
-        def look(self, *a, _n=n, _o=orig, **k):
-            seen.append(_n)
-            return _o(self, *a, **k)
-        monkeypatch.setattr(torch.Tensor, n, look)
-    return seen
-
-
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('strict', [False, True])
 def test_a_step_is_decided_without_a_look(kind, strict, looks):

@@ -3,6 +3,7 @@ import copy, math, pickle, random, warnings
 
 import numpy as np
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
+from conftest import LOOKING
 from hypothesis import given, settings, strategies as st
 
 from mpcourse.dynamic import DynamicScaler, HysteresisScaler
@@ -72,7 +73,6 @@ def test_a_storm_and_a_calm_leave_nothing_broken(name):
     assert all(t.isfinite() for t in state_of(sc).values()) and FLOOR <= sc.scale <= CEILING
 
 
-LOOKING = ('item', '__bool__', '__float__', '__int__', 'tolist', 'numpy', '__index__')
 
 
 @every
