@@ -9,8 +9,8 @@ from fastai.basics import Learner, OptimWrapper
 from fastai.callback.all import MixedPrecision
 from harness import Row, medians
 from mpcourse.callback import MixedPrecisionCB, tensor_dls
-from mpcourse.emulate import fast_half
-from mpcourse.static import StaticScaler
+from mpcourse.tensorcore import fast_half
+from mpcourse.scaler import StaticScaler
 from mpcourse.toys import CharTransformer, cnn, cross_entropy, digits
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'

@@ -4,7 +4,8 @@ from functools import partial
 
 import torch
 from harness import Row, medians, ratio
-from mpcourse.emulate import emulate, exact_loss, fast_half
+from mpcourse.emulate import emulate, exact_loss
+from mpcourse.tensorcore import fast_half
 from mpcourse.toys import char_transformer, cross_entropy, relu_mlp
 
 

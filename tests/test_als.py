@@ -8,12 +8,13 @@ from hypothesis import given, settings, strategies as st
 import mpcourse.als as als_module
 from mpcourse.als import (BLIND, EDGE, SEEN, ALSScaler, ALSView, ALSViewCB, KerasALSScaler, PopartScaler, sudden_dips)
 from mpcourse.callback import MixedPrecisionCB, tensor_dls
-from mpcourse.emulate import fast_half
+from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
 from mpcourse.gradscaler import GradScaler
-from mpcourse.monitor import TensorHooks
+from mpcourse.hooks import TensorHooks
 from mpcourse.simulator import hard_batches, replay
-from mpcourse.static import (CEILING, FLOOR, MixedStep, Observation, StaticScaler, judge, named_gradients, take_step, unscale_)
+from mpcourse.scaler import CEILING, FLOOR, Observation, StaticScaler
+from mpcourse.step import MixedStep, judge, named_gradients, take_step, unscale_
 from mpcourse.toys import batches, fit, get_toy, train_toy
 
 pytestmark = pytest.mark.library
@@ -462,7 +463,7 @@ def test_ranks_decide_together(ranks):
     got = ranks('''
 import torch.nn as nn
 from mpcourse.als import ALSScaler
-from mpcourse.static import judge, named_gradients
+from mpcourse.step import judge, named_gradients
 w = nn.Parameter(torch.ones(2)); opt = torch.optim.SGD([w], lr=.1); sc = ALSScaler(2.**10); lin = nn.Linear(2, 2).half(); sc.attach(lin)
 path = []
 for step in range(6):

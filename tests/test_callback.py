@@ -10,11 +10,12 @@ from fastai.callback.all import GradientAccumulation, GradientClip, SaveModelCal
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mpcourse.callback as C
-from mpcourse.callback import CheckpointCB, MixedPrecisionCB, StepHistory, quiet_fit, tensor_dls
-from mpcourse.emulate import fast_half
+from mpcourse.callback import MixedPrecisionCB, StepHistory, quiet_fit, tensor_dls
+from mpcourse.checkpoint import CheckpointCB
+from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
-from mpcourse.master import save_training_state
-from mpcourse.static import Handle, StaticScaler
+from mpcourse.checkpoint import save_training_state
+from mpcourse.scaler import Handle, StaticScaler
 
 pytestmark = pytest.mark.library
 H, B, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -883,7 +884,7 @@ def test_the_history_outlives_fit_and_is_read_at_the_end_only():
     "fastai drops its scales in after_fit"
     h = StepHistory()
     assert len(h) == 0 and h.scales.shape == (0,) and h.skipped.shape == (0,)
-    from mpcourse.static import StepOutcome
+    from mpcourse.step import StepOutcome
     for i in range(600): h.add(StepOutcome(torch.tensor(float(i % 3 == 0)), torch.tensor(float(i)), torch.tensor(1.)))
     assert len(h) == 600 and h.scales.tolist() == list(range(600)) and h.skipped.sum() == 200 and len(h.pending) < 256
     learn = fit(learner(mixed=Climber(1.)), 1)

@@ -7,7 +7,8 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack as modes
 from torch.utils.checkpoint import checkpoint
 
-from mpcourse.emulate import (OP_KINDS, chunked_matmul, emulate, exact, exact_loss, fast_half, op_kind, op_table)
+from mpcourse.emulate import OP_KINDS, chunked_matmul, emulate, exact, exact_loss, op_kind, op_table
+from mpcourse.tensorcore import fast_half
 from mpcourse.formats import fp16, get_format, same_bits
 from mpcourse.rounding import quantize
 

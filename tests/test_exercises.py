@@ -211,7 +211,7 @@ WRONG = {
     # 14: takes each rounding's own losses for what is missing
     'check_two_counts': """
         def two_counts(g, ws):
-            from mpcourse.monitor import count_zeros
+            from mpcourse.underflow import count_zeros
             low, out = g, []
             for w in ws:
                 wide = low.float() @ w.float()

@@ -796,7 +796,7 @@ def test_delayed_scales_are_in_a_checkpoint(wrapped):
 
 
 def test_a_training_state_resumes_bit_for_bit(tmp_path):
-    from mpcourse.master import load_training_state, save_training_state
+    from mpcourse.checkpoint import load_training_state, save_training_state
     def fresh():
         torch.manual_seed(0)
         net = simulate_fp8(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), FP8Recipe('delayed', history=4))

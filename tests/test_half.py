@@ -5,7 +5,7 @@ import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
 
-from mpcourse.emulate import fast_half
+from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
 from mpcourse.half import (NORMS, ClampInfinite, cast, cast_policy, clamp_hooks, clamp_infinite, in_float, is_norm, takes_half, model_bytes,
                            model_to_float, model_to_half, norm_hooks, saved_bytes)

@@ -7,12 +7,12 @@ from hypothesis import assume, given, settings, strategies as st
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from mpcourse.emulate import fast_half
+from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
 from mpcourse.half import model_to_half
-from mpcourse.master import (HalfWeights, get_master, load_training_state, save_training_state, to_master_grads, to_model_params,
-                             use_master)
-import mpcourse.master as M
+from mpcourse.checkpoint import load_training_state, save_training_state
+from mpcourse.master import HalfWeights, get_master, to_master_grads, to_model_params, use_master
+import mpcourse.checkpoint as K, mpcourse.master as M
 
 pytestmark = pytest.mark.library
 H, F32 = torch.float16, torch.float32
@@ -265,15 +265,15 @@ def test_state_moves_over_and_back(make, flat):
     "With masters and back, in the middle of a training: not a bit differs from the training without"
     a, b = small(), small()
     oa, ob = make_opt(make, a), make_opt(make, b)
-    before = [[id(p) for p in g] for g in M._groups(ob)]
+    before = [[id(p) for p in g] for g in M.group_params(ob)]
     for net,opt,mid in ((a, oa, plain_steps), (b, ob, lambda *args: master_steps(*args, flat))):
         torch.manual_seed(1)
         plain_steps(net, opt, 3)
         mid(net, opt, 3)
         plain_steps(net, opt, 3)
     assert all_same(a.parameters(), b.parameters())
-    assert [[id(p) for p in g] for g in M._groups(ob)] == before
-    assert {id(p) for p in M._inner(ob).state} == {id(p) for p in b.parameters()}
+    assert [[id(p) for p in g] for g in M.group_params(ob)] == before
+    assert {id(p) for p in M.inner_optimizer(ob).state} == {id(p) for p in b.parameters()}
 
 
 @every_opt
@@ -281,14 +281,14 @@ def test_frozen_parameters_keep_their_place(make):
     net = small()
     net[1].requires_grad_(False)
     opt = make_opt(make, net)
-    before = [[id(p) for p in g] for g in M._groups(opt)]
+    before = [[id(p) for p in g] for g in M.group_params(opt)]
     held = net[1].weight.detach().clone()
     with use_master(opt, *get_master(opt)):
-        assert [id(p) for p in M._groups(opt)[1]][:2] == before[1][:2] and [len(g) for g in M._groups(opt)] == [2, 4]
+        assert [id(p) for p in M.group_params(opt)[1]][:2] == before[1][:2] and [len(g) for g in M.group_params(opt)] == [2, 4]
         raise_ = pytest.raises(ValueError, match='does not hold these parameters')
         with raise_: use_master(opt, [[nn.Parameter(torch.ones(1))], []], [[nn.Parameter(torch.ones(1))], []])
     master_steps(net, opt, 2, False)
-    assert [[id(p) for p in g] for g in M._groups(opt)] == before and same_bits(net[1].weight.data, held)
+    assert [[id(p) for p in g] for g in M.group_params(opt)] == before and same_bits(net[1].weight.data, held)
 
 
 def test_masters_are_handed_over_once():
@@ -306,9 +306,9 @@ def test_a_flat_master_refuses_states_that_disagree():
     net[0].bias.grad = None
     opt.step()
     ps, ms = get_master(opt, flat=True)
-    before, n = [[id(p) for p in g] for g in M._groups(opt)], len(opt.state)
+    before, n = [[id(p) for p in g] for g in M.group_params(opt)], len(opt.state)
     with pytest.raises(ValueError, match='disagree about'): use_master(opt, ps, ms, flat=True)
-    assert [[id(p) for p in g] for g in M._groups(opt)] == before and len(opt.state) == n
+    assert [[id(p) for p in g] for g in M.group_params(opt)] == before and len(opt.state) == n
 
 
 def test_half_state_becomes_fp32():
@@ -691,7 +691,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(make, tmp_path):
     assert scaler.scale == 8
     noisy_steps(c, oc, 4)
     assert all_same(a.parameters(), c.parameters()) and drawn() == want
-    assert type(M._inner(oc).state_dict()) is type(M._inner(oa).state_dict())
+    assert type(M.inner_optimizer(oc).state_dict()) is type(M.inner_optimizer(oa).state_dict())
     hyper = lambda o: [{k: v for k,v in g.items() if k != 'params'} for g in o.param_groups]
     assert hyper(oa) == hyper(oc)
 
@@ -782,7 +782,7 @@ def test_the_new_file_takes_the_old_ones_place_in_one_move(tmp_path):
 
 def everything(net, opt, scaler):
     return pickle.dumps([[(k, v.numpy().tobytes()) for k,v in net.state_dict().items()], [p.requires_grad for p in net.parameters()],
-                         str(M._plain(M._inner(opt).state_dict(), '')), scaler and scaler.state_dict(), str(M._random_states())])
+                         str(K._plain(M.inner_optimizer(opt).state_dict(), '')), scaler and scaler.state_dict(), str(K._random_states())])
 
 
 def edited(**changes):
@@ -825,7 +825,7 @@ BAD = {'cut in half': lambda p: p.write_bytes(p.read_bytes()[:len(p.read_bytes()
        'empty': lambda p: p.write_bytes(b''), 'text': lambda p: p.write_text('hello'), 'a flipped bit': flip,
        'a pickle': lambda p: p.write_bytes(pickle.dumps({'format': 1})), 'code': lambda p: torch.save(print, p),
        'a state dict': lambda p: torch.save(small().state_dict(), p), 'a list': lambda p: torch.save([1], p),
-       'of the future': edited(version=2), **{f'without {k}': without(k) for k in (*M.FILE_PARTS, 'version', 'format')},
+       'of the future': edited(version=2), **{f'without {k}': without(k) for k in (*K.FILE_PARTS, 'version', 'format')},
        'another kind': edited(opt=[]), 'a weight less': edited(model=lambda d: drop(d, '0.weight')),
        'half weights': edited(model=lambda d: {k: v.half() for k,v in d.items()}),
        'a larger model': other_model(grown), 'a wider one': other_model(wider), 'another optimizer': edited(opt_kind='SGD'),

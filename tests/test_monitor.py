@@ -9,14 +9,18 @@ from torch.amp import GradScaler as TorchScaler
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode
 
 import fastai.callback.all  # noqa: F401, progress bar and no_bar
-from mpcourse.callback import CheckpointCB, quiet_fit, tensor_dls
+from mpcourse.callback import quiet_fit, tensor_dls
+from mpcourse.checkpoint import CheckpointCB
 from mpcourse.dynamic import DynamicScaler
-from mpcourse.emulate import emulate, fast_half
+from mpcourse.emulate import emulate
+from mpcourse.tensorcore import fast_half
 from mpcourse.gradscaler import GradScaler
-from mpcourse.monitor import (TENSOR_KINDS, STATISTICS, JsonlWriter, MonitorCB, TensorBoardWriter, TensorCollector, TensorHooks, match_names, open_writer, read_jsonl,
-                              tensor_hists, tensor_stats)
+from mpcourse.hooks import TENSOR_KINDS, STATISTICS, TensorHooks, match_names, tensor_hists, tensor_stats
+from mpcourse.monitor import JsonlWriter, TensorBoardWriter, TensorCollector, open_writer, read_jsonl
+from mpcourse.underflow import MonitorCB
 from mpcourse.plots import log2_hist
-from mpcourse.static import MixedStep, StaticScaler
+from mpcourse.scaler import StaticScaler
+from mpcourse.step import MixedStep
 
 pytestmark = pytest.mark.library
 
@@ -248,8 +252,8 @@ def test_statistics_of_what_is_not_finite():
 
 @pytest.mark.parametrize('path', ['quick', 'careful'])
 def test_both_ways_to_sum_a_row_agree(path, monkeypatch):
-    from mpcourse import monitor
-    if path == 'careful': monkeypatch.setattr(monitor, '_quick_sums', lambda m, space: monitor._careful_sums(m))
+    from mpcourse import hooks
+    if path == 'careful': monkeypatch.setattr(hooks, '_quick_sums', lambda m, space: hooks._careful_sums(m))
     for name in TENSORS: test_statistics_by_hand(name)
     test_statistics_of_what_is_not_finite()
 
@@ -498,7 +502,7 @@ class Silent:
     (dict(opt='adam'), "opt cannot be 'adam': give the optimizer itself"), (dict(types=3), 'types cannot be 3: give one or several classes'),
     (dict(types=()), 'types cannot be'), (dict(types=[nn.Linear, 'Conv2d']), 'types cannot be'), (dict(writers=3), '3 is no writer: give a path'),
     (dict(writers=[Silent()]), 'is no writer'), (dict(keep='x'), 'A memory of x collections cannot be'), (dict(keep=0), 'A memory of 0 collections'),
-    (dict(flush='auto'), "flush cannot be 'auto': take 'exact', 'probe', None"), (dict(flush=3), 'flush cannot be 3')], ids=str)
+    (dict(flush='auto'), "flush cannot be 'auto': give count_flushed"), (dict(flush=3), 'flush cannot be 3')], ids=str)
 def test_what_cannot_be_is_told_at_once(kw, told):
     model = small()
     with pytest.raises(ValueError, match=told): TensorCollector(model, **kw)
@@ -535,7 +539,7 @@ def one_pass(model, x=X): (model(x) - Y[:len(x)]).square().mean().backward()
 def test_a_collector_that_is_gone_counts_nothing(how):
     model = small().train()
     def loop():
-        c = TensorCollector(model, every=1, flush='exact')
+        c = TensorCollector(model, every=1, flush=count_flushed())
         if how == 'cycle': c.me = c
         model(X)
         assert len(stack()) == 1
@@ -548,7 +552,7 @@ def test_a_collector_that_is_gone_counts_nothing(how):
 
 def test_a_collector_that_dies_within_an_op():
     "The stack cannot be changed there; the mode that is left on it passes everything on"
-    model = small().train(); c = TensorCollector(model, every=1, flush='exact'); mode = c.flush
+    model = small().train(); c = TensorCollector(model, every=1, flush=count_flushed()); mode = c.flush
     model(X); seen = []
     class Kills(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -605,7 +609,7 @@ def test_many_micro_batches_are_one_step():
         for _ in range(40): one_pass(model, X[:2])
         c.step()
     assert len(c) == 1
-    with TensorCollector(model, every=1, flush='exact') as c:
+    with TensorCollector(model, every=1, flush=count_flushed()) as c:
         model(X); c.abandon()
         assert stack() == [] and not c.open
         one_pass(model); c.step()

@@ -144,7 +144,7 @@ def test_imagenette_reads_squares_in_class_order(tmp_path):
 
 
 def test_no_fastai_and_no_torchvision():
-    code = "import sys; import mpcourse.toys, mpcourse.problems; print([m for m in ('fastai', 'torchvision', 'sklearn') if m in sys.modules])"
+    code = "import sys; import mpcourse.toys, mpcourse.failures; print([m for m in ('fastai', 'torchvision', 'sklearn') if m in sys.modules])"
     out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     assert out.stdout.strip() == '[]', out.stdout + out.stderr
 

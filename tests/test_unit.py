@@ -5,7 +5,8 @@ from functools import partial
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpcourse.emulate import PRODUCTS, emulate, fast_half
+from mpcourse.emulate import emulate
+from mpcourse.tensorcore import PRODUCTS, fast_half
 from mpcourse.formats import same_bits
 from mpcourse.unit import (CONSTRAINTS, ELEMENTWISE, assert_not_unit_scaled, assert_true_directions, assert_unit_scaled, attention_factors, constrain,
                            cut_edges, elementwise_factors, gradient_cosines, linear_factors, residual_add, residual_split, running_tau, scaled,

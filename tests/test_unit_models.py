@@ -6,7 +6,7 @@ import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpcourse.toys as toys, mpcourse.unit as U, mpcourse.unit_models as UM
-from mpcourse.emulate import fast_half
+from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
 from mpcourse.half import cast_policy, is_norm
 from mpcourse.toys import TOYS, TwoTowers, char_transformer, cnn, contrastive, deep_sigmoid, predict, relu_mlp, two_towers
@@ -595,8 +595,8 @@ def test_rows_of_the_sweep():
 
 
 def short(row, kind='pre-norm', steps=25):
-    from mpcourse import monitor
-    return UM._train_char_model(toys, monitor, kind, *UM.CHAR_ROWS[row], 0, steps)
+    from mpcourse import underflow
+    return UM._train_char_model(toys, underflow, kind, *UM.CHAR_ROWS[row], 0, steps)
 
 
 def test_what_is_flushed_is_counted():
@@ -614,9 +614,9 @@ def test_a_run_in_all_half_is_one():
 
 def test_zeros_of_fp32_do_not_count():
     "Rows of the embedding for characters that did not occur are zero in FP32, too"
-    from mpcourse import monitor
+    from mpcourse import underflow
     found, model = {}, CharModel('RNN', context=32)
-    step = UM._counting(monitor, fast_half()(toys.half_pass(torch.float16)), 0, found)
+    step = UM._counting(underflow, fast_half()(toys.half_pass(torch.float16)), 0, found)
     step(model, torch.randint(10, (16, 32)), torch.randint(10, (16, 32)), torch.optim.SGD(model.parameters(), .0), unit_cross_entropy)
     z = found['weight_grad']
     assert z.structural > 80*64 and z.share < .01 and z.total == sum(p.numel() for p in model.parameters())
@@ -626,11 +626,11 @@ def test_zeros_of_fp32_do_not_count():
 
 
 def test_counting_changes_no_result():
-    from mpcourse import monitor
+    from mpcourse import underflow
     def run(start):
         torch.manual_seed(0)
         model, found = CharModel(context=32), {}
-        step = UM._counting(monitor, fast_half()(toys.half_pass(torch.float16)), start, found)
+        step = UM._counting(underflow, fast_half()(toys.half_pass(torch.float16)), start, found)
         hist = toys.fit(model, toys.batches(toys.char_text(32), 4, 4), torch.optim.Adam(model.parameters(), .01), unit_cross_entropy, step)
         return hist['loss'], bool(found)
     (a, none), (b, some) = run(4), run(1)
