@@ -7,7 +7,7 @@ nbformat = pytest.importorskip('nbformat')
 BeautifulSoup = pytest.importorskip('bs4').BeautifulSoup
 pytest.importorskip('nbclient')
 
-from mpcourse import course as C, machine as M, pages as P
+from mpcourse import course as C, doctor as M, pages as P
 from mpcourse.cli import main
 
 GOOD = ['# Good\n\n> All of it *works*.',

@@ -17,7 +17,7 @@ from mpcourse.tensorcore import fast_half
 from mpcourse.gradscaler import GradScaler
 from mpcourse.hooks import TENSOR_KINDS, STATISTICS, TensorHooks, match_names, tensor_hists, tensor_stats
 from mpcourse.monitor import JsonlWriter, TensorBoardWriter, TensorCollector, open_writer, read_jsonl
-from mpcourse.underflow import MonitorCB
+from mpcourse.underflow import MonitorCB, count_flushed
 from mpcourse.plots import log2_hist
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
