@@ -19,6 +19,14 @@ def pytest_collection_modifyitems(items):
         if {'ranks', 'browser', 'lab'} & set(item.fixturenames): item.add_marker(pytest.mark.flaky(reruns=1))
 
 
+def pytest_runtest_logreport(report):
+    "One word a result for `make test`, written as it comes, so that a run that dies counts as far as it got"
+    path = os.environ.get('MPCOURSE_REPORT')
+    if not path or 'PYTEST_XDIST_WORKER' in os.environ or report.outcome == 'rerun': return
+    if report.when == 'call' or report.outcome != 'passed':
+        with open(path, 'a') as f: f.write(report.outcome + '\n')
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     "One torch thread in each test: results and times do not depend on the machine's cores"
