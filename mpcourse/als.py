@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .callback import MixedPrecisionCB
-from .dynamic import DynamicScaler, check_number, check_steps
+from .dynamic import DynamicScaler, valid_number, valid_steps
 from .tensorcore import fast_half
 from .formats import expect, fp16
 from .half import cast_policy
@@ -40,18 +40,18 @@ BY_COUNT, BY_LARGEST, AUTO = 'count', 'amax', 'auto'
 
 def _valid_bins(s):
     "Refuse what cannot work, each with its value and a remedy"
-    check_number('edge', s.edge, lambda x: x > 0 and torch.tensor(float(x)).half().item() == x,
+    valid_number('edge', s.edge, lambda x: x > 0 and torch.tensor(float(x)).half().item() == x,
             f'take an FP16 number, such as {EDGE:g}')
     s.edge = float(s.edge)
-    check_number('threshold', s.threshold, lambda x: 0 <= x <= 1,
+    valid_number('threshold', s.threshold, lambda x: 0 <= x <= 1,
             f'it is a share of all gradients, take 0 to 1, such as {THRESHOLD:g}')
-    check_number('factor', s.factor, lambda x: x > 1, 'the scale has to grow and to shrink by it, take 2.0')
-    check_steps('period', s.period, 1)
-    check_number('smooth', s.smooth, lambda x: 0 <= x < 1, 'it is the share of the old counts, take 0 to 0.99')
+    valid_number('factor', s.factor, lambda x: x > 1, 'the scale has to grow and to shrink by it, take 2.0')
+    valid_steps('period', s.period, 1)
+    valid_number('smooth', s.smooth, lambda x: 0 <= x < 1, 'it is the share of the old counts, take 0 to 0.99')
     low, start = 0. if s.strict else FLOOR, f'init_scale, which is {s.init_scale:g}'
-    check_number('floor', s.floor, lambda x: low <= x <= s.init_scale, f'take a number from {low:g} to {start}')
+    valid_number('floor', s.floor, lambda x: low <= x <= s.init_scale, f'take a number from {low:g} to {start}')
     if not (s.strict and s.ceiling == inf):
-        check_number('ceiling', s.ceiling, lambda x: s.init_scale <= x <= CEILING,
+        valid_number('ceiling', s.ceiling, lambda x: s.init_scale <= x <= CEILING,
                 f'take a number from {start}, to {CEILING:g}')
     if s.statistic not in (AUTO, BY_COUNT, BY_LARGEST):
         raise ValueError(f'statistic={s.statistic!r} is unknown: take {AUTO!r}, {BY_COUNT!r} or {BY_LARGEST!r}.')
@@ -405,7 +405,7 @@ class PopartScaler(ALSScaler):
         **look, # what is looked at: activations, weights, names, types, saturate
     ):
         _only_looks(self, look)
-        check_number('bin_edge', bin_edge, lambda x: 0 <= x < 1, 'it is a share of the largest FP16 number, take 0.125')
+        valid_number('bin_edge', bin_edge, lambda x: 0 <= x < 1, 'it is a share of the largest FP16 number, take 0.125')
         self.strict, self.bin_edge = bool(strict), bin_edge
         edge = fp16.neighbours(bin_edge*fp16.max)[1]         # the first that is larger
         free = dict(floor=0., ceiling=inf, statistic=BY_COUNT) if strict else {}
@@ -496,7 +496,7 @@ class ALSView:
         scaler:ALSScaler, # that scales its loss
         every:int=10, # steps between pictures
     ):
-        check_steps('every', every, 10)
+        valid_steps('every', every, 10)
         if not isinstance(scaler, ALSScaler):
             raise ValueError(f'{scaler!r} is no ALSScaler, which has no edge to show: take ALSScaler().')
         self.scaler, self.every, self.frames, self.path, self.out = scaler, int(every), [], [], None

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COMPUTES', 'SCHEME_DTYPES', 'SCHEMES', 'TensorPairs', 'tensor_dls', 'Guard', 'GuardedCallback', 'in_fit',
-           'native_half_cost', 'compute_context', 'StepHistory', 'check_scheme', 'MixedPrecisionCB',
+           'native_half_cost', 'compute_context', 'StepHistory', 'valid_scheme', 'MixedPrecisionCB',
            'refuse_untrainable', 'refuse_fastais', 'quiet_fit', 'as_good_as_fp32', 'check_skip_counter',
            'check_norm_recorder', 'check_guarded']
 
@@ -176,7 +176,7 @@ def _known_scalers(cls=LossScaler):
     "Names of all policies that are loaded"
     return [n for c in cls.__subclasses__() for n in (c.__name__, *_known_scalers(c))]
 
-def check_scheme(
+def valid_scheme(
     dtype, # a name or a torch.dtype
     scaler, # a LossScaler, or None
 ): # the torch.dtype
@@ -204,7 +204,7 @@ class MixedPrecisionCB(GuardedCallback):
         overflow:str='inf', # 'saturate': half results are clipped at ±65504, as on hardware that saturates
         group='auto', # process group that decides together; by default all ranks, if there are any
     ):
-        self.dtype = check_scheme(dtype, scaler)
+        self.dtype = valid_scheme(dtype, scaler)
         self.scaler, self.compute, self.overflow, self.group = scaler or StaticScaler(1.), compute, overflow, group
         compute_context(compute, overflow, torch.device('meta')) # refuses what cannot be
         self.history, self.last_outcome = StepHistory(), None

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TENSOR_KINDS', 'HOOKED', 'STATISTICS', 'match_names', 'named_tensors', 'OwnedHook', 'TensorHooks', 'remove_all',
-           'check_types', 'watched_modules', 'modes_off', 'known_statistics', 'widest_float', 'combine_sums',
+           'valid_types', 'watched_modules', 'modes_off', 'known_statistics', 'widest_float', 'combine_sums',
            'finish_stats', 'RowSums', 'tensor_stats', 'exponent_hist', 'tensor_hists', 'check_true_norm']
 
 # %% ../nbs/18_hooks.ipynb #4c075e05
@@ -103,7 +103,7 @@ def remove_all(
     while handles: handles.pop().remove()
 
 # %% ../nbs/18_hooks.ipynb #2ce0ba8b
-def check_types(
+def valid_types(
     types, # a class of modules, several, or None
 ):
     "A tuple of module classes, or None; ValueError for anything else"
@@ -118,7 +118,7 @@ def watched_modules(
     root:bool=False, # the model itself, too
 )->dict: # name -> module
     "Modules by name; the model itself has the name of its class"
-    types = check_types(types)
+    types = valid_types(types)
     def takes(m):
         if root and m is model: return True
         if types is not None: return isinstance(m, types)

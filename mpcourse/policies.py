@@ -16,7 +16,7 @@ import pandas as pd, torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .dynamic import DynamicScaler, HysteresisScaler, check_number, advise_start, check_steps
+from .dynamic import DynamicScaler, HysteresisScaler, valid_number, advise_start, valid_steps
 from .scaler import FLOOR, CEILING, LossScaler, Observation, StaticScaler
 
 # %% ../nbs/15_policies.ipynb #fedb5fa8
@@ -44,7 +44,7 @@ class ExactScaler(DynamicScaler):
         on_floor:str='clamp', # what an overflow at the floor does: 'clamp', 'raise' or 'warn'
         strict:bool=False, # the peer's trace to the last digit
     ):
-        check_number('factor', factor, lambda x: x > 1, 'the scale has to grow and to shrink by it, take 2.0')
+        valid_number('factor', factor, lambda x: x > 1, 'the scale has to grow and to shrink by it, take 2.0')
         super().__init__(init_scale, factor, 1/factor, growth_interval, floor, ceiling, on_floor, strict)
         self.factor, self.exact = factor, torch.tensor(init_scale, dtype=self.number)
 
@@ -287,7 +287,7 @@ class DeepSpeedScaler(ExactScaler):
         consecutive:bool=False, # `consecutive_hysteresis`: patience comes back with every clean step
     ):
         super().__init__(init_scale, factor, growth_interval, floor, ceiling, on_floor, strict)
-        check_steps('hysteresis', hysteresis, 2)
+        valid_steps('hysteresis', hysteresis, 2)
         self.hysteresis, self.consecutive = int(hysteresis), bool(consecutive)
         self.hysteresis_tracker = torch.tensor(self.hysteresis, dtype=torch.int32)
 
@@ -329,9 +329,9 @@ class FairseqScaler(ExactScaler):
         threshold:float=None, # the scale stays here instead of falling on
     ):
         super().__init__(init_scale, factor, growth_interval, floor, ceiling, on_floor, strict)
-        check_number('tolerance', tolerance, lambda x: 0 <= x <= 1, 'it is a share, take a number from 0 to 1')
+        valid_number('tolerance', tolerance, lambda x: 0 <= x <= 1, 'it is a share, take a number from 0 to 1')
         if threshold is not None:
-            check_number('threshold', threshold, lambda x: 0 < x <= init_scale, f'take a number up to {init_scale:g}')
+            valid_number('threshold', threshold, lambda x: 0 < x <= init_scale, f'take a number up to {init_scale:g}')
         self.tolerance, self.threshold = tolerance, threshold
         self.since_overflow, self.since_rescale, self.overflows = (torch.tensor(n) for n in (1, 1, 0))
 
@@ -461,11 +461,11 @@ class LogMaxScaler(LossScaler):
         strict:bool=False, # the published trace, also where gradients of zero make it NaN
     ):
         super().__init__(init_scale)
-        check_number('floor', floor, lambda x: FLOOR <= x <= CEILING, 'take a number from 2^-24, such as 1')
-        check_number('ceiling', ceiling, lambda x: floor <= x <= CEILING, f'take a number from {floor:g}, the floor, up')
-        for n,b in dict(beta1=beta1, beta2=beta2).items(): check_number(n, b, lambda x: 0 < x < 1, 'take one in (0, 1)')
-        check_number('log_max', log_max, lambda x: abs(x) < 128, 'it is an exponent, take 16')
-        check_number('overflow_std_dev', overflow_std_dev, lambda x: x >= 0, 'it counts deviations, take 3.09')
+        valid_number('floor', floor, lambda x: FLOOR <= x <= CEILING, 'take a number from 2^-24, such as 1')
+        valid_number('ceiling', ceiling, lambda x: floor <= x <= CEILING, f'take a number from {floor:g}, the floor, up')
+        for n,b in dict(beta1=beta1, beta2=beta2).items(): valid_number(n, b, lambda x: 0 < x < 1, 'take one in (0, 1)')
+        valid_number('log_max', log_max, lambda x: abs(x) < 128, 'it is an exponent, take 16')
+        valid_number('overflow_std_dev', overflow_std_dev, lambda x: x >= 0, 'it counts deviations, take 3.09')
         self.floor, self.ceiling, self.log_max, self.beta1, self.beta2 = floor, ceiling, log_max, beta1, beta2
         self.overflow_std_dev, self.strict = overflow_std_dev, bool(strict)
         self.published_mistake = bool(published_mistake or strict)

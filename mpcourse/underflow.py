@@ -24,12 +24,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (_disable_current_modes, _get_current_dispatch_mode_stack as _modes,
                                           _pop_mode, _push_mode, TorchDispatchMode)
 
-from .callback import check_scheme, in_fit, MixedPrecisionCB, SCHEME_DTYPES
+from .callback import valid_scheme, in_fit, MixedPrecisionCB, SCHEME_DTYPES
 from .emulate import emulate, exact_loss, op_kind
 from .tensorcore import changed_args, open_op, tensors_in, fast_half
 from .formats import expect, get_format
 from .half import CastIn, CastOut, cast, cast_policy, HALVES, norm_hooks
-from .hooks import OwnedHook, check_types, named_tensors, remove_all, match_names, TensorHooks
+from .hooks import OwnedHook, valid_types, named_tensors, remove_all, match_names, TensorHooks
 from .monitor import inverse_scale, open_writers, known_flush, TensorCollector
 from .plots import CYCLE, format_band, log2_axis
 from .scaler import LossScaler, StaticScaler
@@ -659,7 +659,7 @@ class MonitorCB(Callback):
 
     def _blank(self):
         "A collector of nothing, with the same columns; ValueError for what cannot be"
-        check_types(self.kwargs.get('types'))
+        valid_types(self.kwargs.get('types'))
         c = TensorCollector(nn.Linear(1, 1), **{**self.kwargs, 'names': None, 'types': None})
         c.close()
         return c
@@ -735,7 +735,7 @@ def switch(self:MixedPrecisionCB,
     "Go on with another scheme, between two batches; gradients that wait for a step are dropped"
     if self._now.open or self._kept is not None:
         raise RuntimeError('The scheme can be switched between two batches of a fit, not within a batch or an lr_find.')
-    dtype = check_scheme(dtype, scaler)
+    dtype = valid_scheme(dtype, scaler)
     self.abandon()                                      # takes the old scaler's hooks, too
     self.dtype, self.scaler = dtype, scaler or StaticScaler(1.)
     self._lent = self._mode = None                      # the next batch makes them anew, and attaches
