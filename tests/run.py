@@ -87,7 +87,7 @@ def exports():
 def lint():
     "ruff on Python files, fastaistyle on notebooks"
     # F811: @patch gives methods of one name to several classes; test_structure finds those given twice to one
-    ruff = sh(BIN/'ruff', 'check', '--no-cache', '--select', 'F,E9', '--per-file-ignores', 'mpcourse/*.py:F811', 'mpcourse', 'tests', 'bench', '.ci', 'setup.py', timeout=120)
+    ruff = sh(BIN/'ruff', 'check', '--no-cache', '--select', 'F,E9', '--per-file-ignores', 'mpcourse/*.py:F811', 'mpcourse', 'tests', 'bench', 'tools', *[d for d in ('studies', '.ci') if list((ROOT/d).glob('*.py'))], 'setup.py', timeout=120)
     style = sh(BIN/'chkstyle', '--ignore', CHKSTYLE_IGNORE, 'nbs', timeout=120)
     return check('ruff finds nothing', ruff == 0) + check('chkstyle finds nothing in the notebooks', style == 0)
 
@@ -96,8 +96,8 @@ def course():
     "Every notebook once, in a fresh kernel, into _course/"
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp)/'outcomes.json'
-        code = ("import json, sys; from mpcourse.course import run_course; "
-                "json.dump([o.status for o in run_course(out='_course')], open(sys.argv[1], 'w'))")
+        code = ("import json, sys; from tools.course import run_course; "
+                "json.dump([o.status for o in run_course()], open(sys.argv[1], 'w'))")
         rc = sh(sys.executable, '-c', code, report, timeout=1200)
         if rc or not report.exists(): return check('the course runs', False)
         status = json.loads(report.read_text())
