@@ -154,7 +154,8 @@ async def execute(
     tick,         # called after each cell
 ):
     "Run all cells in a fresh kernel of this interpreter, in an empty folder; only the kernel's death ends it early"
-    at = next(c for c in nb.cells if c.cell_type == 'code')
+    at = next((c for c in nb.cells if c.cell_type == 'code'), None)
+    if at is None: return
     with tempfile.TemporaryDirectory() as folder:
         km = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), kernel_name='python3')
         client = NotebookClient(nb, km=km, timeout=timeout, interrupt_on_timeout=True, allow_errors=True,

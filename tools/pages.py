@@ -61,6 +61,7 @@ class Renderer(IPythonRenderer):
     def inline_math(self, body): return mathml(body, display=False)
     def block_math(self, body): return mathml(body)
     def latex_environment(self, name, body): return mathml(f'\\begin{{{name}}}{body}\\end{{{name}}}')
+    def block_html(self, html): return html + '\n'  # as it is: nbconvert would close a block that ends in a later cell
     def table(self, text): return f'<div class="scroll"><table>{text}</table></div>\n'
 
     def link(self, text, url, title=None):
@@ -128,7 +129,7 @@ def set_view(
     cell.metadata['view'] = dict(
         shown=bool(code.strip()) and (failed or not is_quiet), fold='' if failed else fold_title(d, code),
         failed=failed, line=run.get('line') and run['line'] - heads, note=run.get('skipped'),
-        module=module if exported else '', caption=d.get('fig-cap', ''))
+        module=module if exported else '', caption='' if failed else d.get('fig-cap', ''))
     cell.source = code
 
 
