@@ -12,7 +12,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 course: .venv/.installed ## run the chapters and write their pages to _course/ (CHAPTERS="02 05" for some)
-	@$(BIN)/mpcourse run $(CHAPTERS) --out $(OUT)
+	@$(BIN)/python -m tools.course $(CHAPTERS) --out $(OUT)
 
 test: .venv/.installed ## everything that CI checks
 	@$(BIN)/python tests/run.py
@@ -30,7 +30,7 @@ bench: .venv/.installed ## timings, to bench/results/
 	@$(BIN)/python bench/run.py $(BENCH)
 
 readme: .venv/.installed ## README.md from nbs/index.ipynb
-	@$(BIN)/python -c 'from mpcourse.course import write_readme; print(write_readme())'
+	@$(BIN)/python -m tools.readme
 
 .venv/.installed: settings.ini setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

@@ -10,7 +10,7 @@ CHROME = next((p for n in ('chromium', 'chromium-browser', 'google-chrome') if (
 CHROME_ARGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
                '--disable-component-update', '--disable-sync']
 
-sys.path.insert(0, str(ROOT/'tests'))
+sys.path[:0] = [str(ROOT/'tests'), str(ROOT)]
 
 
 def pytest_collection_modifyitems(items):

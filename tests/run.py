@@ -83,8 +83,9 @@ def exports():
 
 def lint():
     "ruff on Python files"
+    python = [d for d in ('mpcourse', 'tests', 'bench', 'tools', 'studies', 'setup.py') if (ROOT/d).exists()]
     # F811: @patch gives methods of one name to several classes; test_structure finds those given twice to one
-    ruff = sh(BIN/'ruff', 'check', '--no-cache', '--select', 'F,E9', '--per-file-ignores', 'mpcourse/*.py:F811', 'mpcourse', 'tests', 'bench', '.ci', 'setup.py')
+    ruff = sh(BIN/'ruff', 'check', '--no-cache', '--select', 'F,E9', '--per-file-ignores', 'mpcourse/*.py:F811', *python)
     return check('ruff finds nothing', ruff == 0)
 
 
@@ -92,8 +93,8 @@ def course():
     "Every notebook once, in a fresh kernel, into _course/"
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp)/'outcomes.json'
-        code = ("import json, sys; from mpcourse.course import run_course; "
-                "json.dump([o.status for o in run_course(out='_course')], open(sys.argv[1], 'w'))")
+        code = ("import json, sys; from tools.course import run_course; "
+                "json.dump([o.status for o in run_course()], open(sys.argv[1], 'w'))")
         rc = sh(sys.executable, '-c', code, report)
         if rc or not report.exists(): return check('the course runs', False)
         status = json.loads(report.read_text())

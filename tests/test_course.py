@@ -1,103 +1,148 @@
-"The runner, its pages, the console command and the doctor, on small courses made on the spot"
-import asyncio, os, subprocess, sys
+"The runner and the README on small courses made on the spot; a cell that fails stops nothing"
+import os, re, subprocess, sys
 
 import pytest
+from conftest import ROOT
 
 nbformat = pytest.importorskip('nbformat')
 BeautifulSoup = pytest.importorskip('bs4').BeautifulSoup
 pytest.importorskip('nbclient')
 
-from mpcourse import course as C, doctor as M, pages as P
-from mpcourse.cli import main
+from tools import course as C, readme as R
 
 GOOD = ['# Good\n\n> All of it *works*.',
         '#| default_exp good',
-        '%md ## First steps\n\nThe spacing is $2^{e-10}$, see [bad](02_bad.ipynb#Second-Steps) and [later](03_later.ipynb).\n\n'
+        '%md ## First steps\n\nThe spacing is $2^{e-10}$, see [bad](02_bad.ipynb#After-all) and [later](03_later.ipynb).\n\n'
         '$$\\begin{aligned} a &= b \\\\ c &= d \\end{aligned}$$',
         '#| hide\nhidden_name = 1',
         '#| export\ndef visible(): return "seen"',
         '#| fig-cap: "Half of it\n#|   *vanishes*"\n#| fig-alt: a line through the origin\n'
         'import matplotlib.pyplot as plt\nplt.plot([0, 1]);',
-        '::: {.callout-note collapse="true"}\n## Solution of 3\nIn two cells.',
+        '::: {.callout-note collapse="true"}\n## Solution of `3`\nIn two cells.',
         'solution = 42; solution',
-        ':::',
-        'import os, sys\nprint(os.environ["OMP_NUM_THREADS"], os.environ["MPCOURSE_PAGES"], sys.executable == EXE)',
+        ':::\n\n## Further\n\nIt goes on.',
+        'import os, sys\nprint(os.environ["OMP_NUM_THREADS"], os.environ["MPCOURSE_SEED"], os.environ["MPCOURSE_PAGES"], sys.executable == EXE)',
         '#| cuda\nneeds_a_gpu()',
         '#| eval: false\nonly_to_be_read()',
-        'import ipywidgets as W\nout = W.Output()\nwith out: print("printed inside")\n'
-        'W.VBox([W.FloatLogSlider(8, base=2, min=-4, max=10, description="scale"), W.Dropdown(options=["fp16", "bf16"], value="bf16"),\n'
-        '        W.HTML("<b>bold</b>"), out, W.Image(value=b"abc", format="png"), W.Text("typed", description="name")])',
+        '#| exporti\ndef check_it(x): assert x == 1',
+        'import ipywidgets as W\nfrom pathlib import (\n    Path)',
+        'W.VBox([W.IntSlider(3, description="scale"), W.Dropdown(options=["fp16", "bf16"], value="bf16"), W.HTML("<b>bold</b>")])',
         'class Moving:\n    def _repr_mimebundle_(self, **kw):\n'
-        '        view = W.IntSlider(3)._repr_mimebundle_()\n        return {**view, "text/html": "<p id=frames>frames</p>"}\nMoving()']
-BAD = ['# Bad\n\n> It breaks.', 'assert "visible" not in globals()', '1/0', 'never_reached()']
+        '        return {**W.IntSlider(3)._repr_mimebundle_(), "text/html": "<p id=frames>frames</p>"}\nMoving()',
+        'Path("models").mkdir(); len(list(Path().iterdir()))']
+BAD = ['# Bad\n\n> It breaks.', 'assert "visible" not in globals()',
+       '#| fig-cap: none\n#| fig-alt: none\n\nx = 1\ny = {"<b>": x - 1}\nz = x/y["<b>"]\nw = 2',
+       '%md ## After all', '#| hide\ndef f(x):\n    return x.missing\nf(x)', 'z',
+       '#| fig-cap: A later figure\n#| fig-alt: a line\nimport matplotlib.pyplot as plt\nplt.plot([0, x]);']
 LATER = ['# Later\n\n> After the failure.', '"still runs"']
+
+
+def run(nbs, out, *args, **env):
+    "`python -m tools.course` on a small course, from another folder"
+    env = {**{k: v for k, v in os.environ.items() if not k.endswith('_NUM_THREADS')}, 'PYTHONPATH': str(ROOT), **env}
+    return subprocess.run([sys.executable, '-m', 'tools.course', '--nbs', nbs, '--out', out, *args], cwd=out.parent, env=env,
+                          capture_output=True, text=True, timeout=250)
+
+
+def write(nbs, **stems):
+    nbs.mkdir()
+    for stem, cells in stems.items():
+        made = [nbformat.v4.new_markdown_cell(c.removeprefix('%md ')) if c.startswith(('# ', ':::', '%md ')) else nbformat.v4.new_code_cell(c)
+                for c in cells]
+        nbformat.write(nbformat.v4.new_notebook(cells=made), nbs/f'{stem.lstrip("_")}.ipynb')
 
 
 @pytest.fixture(scope='module')
 def ran(tmp_path_factory):
-    "A course of three chapters and an index that was run once: outcomes, folder of pages, notebooks"
+    "A course of three chapters and an index that was run once: the finished process, folder of pages, notebooks"
     tmp = tmp_path_factory.mktemp('course')
-    nbs = tmp/'nbs'
-    nbs.mkdir()
     good = [c.replace('EXE', repr(sys.executable)) for c in GOOD]
-    index = ['# The course\n\n> A map.', '%md ## Paths\n\nBegin with [good](01_good.ipynb).']
-    for stem, cells in {'01_good': good, '02_bad': BAD, '03_later': LATER, 'index': index}.items():
-        md = lambda c: c.startswith(('# ', ':::', '%md '))
-        made = [nbformat.v4.new_markdown_cell(c.removeprefix('%md ')) if md(c) else nbformat.v4.new_code_cell(c) for c in cells]
-        nbformat.write(nbformat.v4.new_notebook(cells=made), nbs/f'{stem}.ipynb')
-    with pytest.MonkeyPatch.context() as mp:
-        for var, value in {'OMP_NUM_THREADS': '3', 'MPCOURSE_PAGES': ''}.items(): mp.setenv(var, value)  # must not leak in
-        outcomes = C.run_course(out=tmp/'out', nbs=nbs, show=False)
-    return outcomes, tmp/'out', nbs
+    index = ['# The course\n\n> A map.', '%md ## Paths\n\nBegin with [good](01_good.ipynb).', '%md ## The chapters\n\n| a | table |\n|---|---|\n| 01 | twice |']
+    write(tmp/'nbs', _01_good=good, _02_bad=BAD, _03_later=LATER, index=index)
+    return run(tmp/'nbs', tmp/'out', MPCOURSE_SEED='7', OMP_NUM_THREADS='3', MPCOURSE_PAGES=''), tmp/'out', tmp/'nbs'
 
 
 def soup(ran, stem): return BeautifulSoup((ran[1]/f'{stem}.html').read_text(), 'html.parser')
 
 
-def test_every_chapter_runs_though_one_fails(ran):
-    assert [(o.chapter.stem, o.status) for o in ran[0]] == [('index', 'ok'), ('01_good', 'ok'), ('02_bad', 'failed'), ('03_later', 'ok')]
-    assert sorted(p.name for p in ran[1].iterdir()) == sorted(
-        [f'{s}.{e}' for s in ('01_good', '02_bad', '03_later') for e in ('html', 'ipynb')] + ['index.html', 'index.ipynb'])
+# --- a cell that fails ---
+
+def test_every_failed_cell_is_named_with_its_line_and_the_exit_code_is_not_0(ran):
+    said = ran[0].stdout
+    assert ran[0].returncode == 1, ran[0].stderr
+    assert '3 of 4 chapters ran' in said
+    assert 'FAILED 02_bad.ipynb, cell 3, line 6: ZeroDivisionError: division by zero\n    z = x/y["<b>"]\n' in said
+    assert "FAILED 02_bad.ipynb, cell 5, line 3: AttributeError: 'int' object has no attribute 'missing'\n    return x.missing\n" in said
+    assert "FAILED 02_bad.ipynb, cell 6, line 1: NameError: name 'z' is not defined\n    z\n" in said and said.count('FAILED') == 3
 
 
-def test_failure_names_notebook_cell_and_exception(ran):
-    bad = ran[0][2]
-    assert bad.error.startswith('02_bad.ipynb, cell 3: ZeroDivisionError: division by zero') and '1/0' in bad.error
+def test_the_failed_cell_is_red_its_line_is_marked_and_the_rest_of_the_page_is_there(ran):
     page = soup(ran, '02_bad')
-    assert 'ZeroDivisionError' in page.select_one('pre.error').text and 'not reached' in page.text
-    assert 'FAILED 02_bad.ipynb, cell 3' in C.summary(ran[0], 1, ran[1])
+    assert [d['id'] for d in page.select('.code.broken')] == ['failed-3', 'failed-5', 'failed-6']
+    assert [s.text.strip() for s in page.select('.hll')] == ['z = x/y["<b>"]', 'return x.missing', 'z']
+    assert 'ZeroDivisionError' in page.select_one('.output_error').text
+    assert len(page.select('figcaption')) == 1 and page.select_one('figure img')['alt'] == 'a line' and 'A later figure' in page.figcaption.text and page.find(id='After-all')
+    assert {a['href'] for a in page.select('.failed a')} == {'#failed-3', '#failed-5', '#failed-6'}
 
 
-def test_each_kernel_is_fresh_has_one_thread_and_is_this_interpreter(ran):
-    assert soup(ran, '01_good').select_one('pre.stdout').text.strip() == '1 1 True'
+def test_the_index_names_every_failed_cell(ran):
+    box = soup(ran, 'index').select_one('.failed')
+    assert [a['href'] for a in box.select('a')] == ['02_bad.html#failed-3', '02_bad.html#failed-5', '02_bad.html#failed-6']
+    assert 'cell 3, line 6' in box.text and [p.text for p in box.select('pre')] == ['z = x/y["<b>"]', 'return x.missing', 'z']
+    assert not soup(ran, '01_good').select('.failed, .broken, .hll')
+
+
+def test_slow_cells_and_dead_kernels_are_failures(small_course, tmp_path):
+    slow = ['# S\n\n> s.', '1', 'import time\ntime.sleep(600)', 'print("goes on")',
+            'try: time.sleep(600)\nexcept KeyboardInterrupt: print("swallowed")']
+    nbs = small_course(_01_slow=slow, _02_dies=['# D\n\n> d.', 'import os\nos._exit(1)', 'never()'])
+    r = run(nbs, tmp_path/'out', '--timeout', '12')
+    assert r.returncode == 1 and 'FAILED 01_slow.ipynb, cell 3, line 2: TimeoutError: stopped after 12 s\n    time.sleep(600)\n' in r.stdout
+    assert 'cell 5: TimeoutError' in r.stdout and '02_dies.ipynb, cell 2: DeadKernelError: Kernel died' in r.stdout and r.stdout.count('FAILED') == 3
+    assert 'goes on' in (tmp_path/'out/01_slow.html').read_text() and 'not reached' in (tmp_path/'out/02_dies.html').read_text()
+
+
+# --- what reaches a kernel, and what is left ---
+
+def test_each_kernel_is_fresh_and_has_the_seed_and_threads_of_the_environment(ran):
+    assert soup(ran, '01_good').select_one('.output_stdout').text.strip() == '3 7 1 True'
     assert 'AssertionError' not in soup(ran, '02_bad').text  # names of chapter 1 are not there
 
 
-def test_executed_notebook_is_clean(ran):
-    nb = nbformat.read(ran[1]/'01_good.ipynb', as_version=4)
-    nbformat.validate(nb)
-    assert all('execution' not in c.metadata for c in nb.cells)
-    assert nb.metadata.widgets and nb.metadata.mpcourse.status == 'ok'
-    assert not list(ran[1].glob('.*')), 'a temporary file was left'
+def test_one_thread_where_nothing_is_set(monkeypatch):
+    for v in C.THREADS: monkeypatch.delenv(v, raising=False)
+    assert {C.kernel_env('x')[v] for v in C.THREADS} == {'1'}
+    monkeypatch.setenv('OMP_NUM_THREADS', '2')
+    assert {C.kernel_env('x')[v] for v in C.THREADS} == {'2'}
+
+
+def test_only_notebooks_and_pages_are_left(ran):
+    stems = ('01_good', '02_bad', '03_later', 'index')
+    assert sorted(p.name for p in ran[1].iterdir()) == sorted(f'{s}.{e}' for s in stems for e in ('html', 'ipynb'))
+    assert sorted(p.name for p in ran[2].iterdir()) == sorted(f'{s}.ipynb' for s in stems)  # `models` was made elsewhere
+    assert sorted(p.name for p in ran[1].parent.iterdir()) == ['nbs', 'out']
+    nbformat.validate(nbformat.read(ran[1]/'01_good.ipynb', as_version=4))
 
 
 def test_cells_that_are_not_run_say_so(ran):
     notes = [n.text for n in soup(ran, '01_good').select('.not-run')]
-    assert 'not run here: shown to be read' in notes
-    assert M.has_cuda() or 'not run here: needs an NVIDIA GPU' in notes
+    assert 'not run here: shown to be read' in notes and (C.has_cuda() or 'not run here: needs an NVIDIA GPU' in notes)
 
 
-def test_cuda_cells_run_where_there_is_a_device():
-    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell('#| cuda\nx'), nbformat.v4.new_code_cell('#| eval: false\nx')])
-    with_gpu, without = C.prepare(nb, True), C.prepare(nb, False)
-    assert ['tags' in c.metadata for c in with_gpu.cells] == [False, True] and ['tags' in c.metadata for c in without.cells] == [True, True]
-    assert 'tags' not in nb.cells[1].metadata
+def test_cuda_cells_run_where_there_is_a_device(monkeypatch):
+    for has in (True, False):
+        monkeypatch.setattr(C, 'has_cuda', lambda: has)
+        nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(f'#| {d}\nx') for d in ('cuda', 'eval: false', 'export')])
+        C.prepare(nb)
+        assert ['tags' in c.metadata for c in nb.cells] == [not has, True, False]
 
 
-def test_page_opens_with_title_and_promise(ran):
+# --- pages ---
+
+def test_page_opens_with_title_promise_sections_and_neighbours(ran):
     page = soup(ran, '01_good')
     assert page.h1.text == 'Good' and page.select_one('.promise').decode_contents() == 'All of it <em>works</em>.'
-    assert [a.text for a in page.select('aside .toc a')] == ['First steps'] and page.select_one('#first-steps')
+    assert [a.text for a in page.select('aside .toc a')] == ['First steps', 'Further'] and page.find(id='First-steps').name == 'h2'
     assert {a['href'] for a in page.select('.next a')} == {'02_bad.html'}
     assert {a['href'] for a in soup(ran, '02_bad').select('.next a')} == {'01_good.html', '03_later.html'}
 
@@ -105,6 +150,11 @@ def test_page_opens_with_title_and_promise(ran):
 def test_directives_and_hidden_cells_are_gone(ran):
     text = soup(ran, '01_good').text
     assert '#|' not in text and 'hidden_name' not in text and 'default_exp' not in text and 'def visible' in text
+
+
+def test_checkers_and_imports_are_folded(ran):
+    folds = {d.summary.text: d.select_one('.code').text for d in soup(ran, '01_good').select('details.fold')}
+    assert set(folds) == {'Imports', 'Checker'} and 'def check_it' in folds['Checker'] and 'ipywidgets' in folds['Imports']
 
 
 def test_formulas_are_mathml(ran):
@@ -120,109 +170,50 @@ def test_figure_has_caption_and_alt(ran):
 
 def test_callout_folds_over_several_cells(ran):
     box = soup(ran, '01_good').select_one('details.callout')
-    assert not box.has_attr('open') and box.summary.text == 'Solution of 3' and '42' in box.text and ':::' not in soup(ran, '01_good').text
-    assert 'OMP_NUM_THREADS' not in box.text
+    assert not box.has_attr('open') and box.summary.decode_contents() == 'Solution of <code>3</code>' and '42' in box.text
+    assert 'It goes on' not in box.text and ':::' not in soup(ran, '01_good').text
 
 
 def test_links_lead_to_pages(ran):
     links = {a.text: a['href'] for a in soup(ran, '01_good').main.select('p a')}
-    assert links['bad'] == '02_bad.html#second-steps' and links['later'] == '03_later.html'
+    assert links['bad'] == '02_bad.html#After-all' and links['later'] == '03_later.html'
 
 
-def test_saved_widget_becomes_native_controls(ran):
-    w = soup(ran, '01_good').select_one('.widget')
-    assert w.select_one('input[type=range]')['value'] == '3' and w.select_one('option[selected]').text == 'bf16'
-    assert w.b.text == 'bold' and 'printed inside' in w.text and 'make lab' in w.text
-    assert w.img['src'] == 'data:image/png;base64,YWJj' and w.select_one('input[type=text]')['value'] == 'typed'
-    assert all(c.has_attr('disabled') for c in w.select('input, select'))
+def test_widgets_show_their_frames_or_saved_controls(ran):
+    page = soup(ran, '01_good')
+    assert page.select_one('#frames') and len(page.select('.widget')) == 1
+    w = page.select_one('.widget')
+    assert w.select_one('input[type=range]')['value'] == '3' and w.b.text == 'bold' and 'bf16' in w.text and 'make lab' in w.text
 
 
-def test_widget_with_its_own_html_shows_that(ran):
-    assert soup(ran, '01_good').select_one('#frames') and len(soup(ran, '01_good').select('.widget')) == 1
-
-
-def test_pages_load_nothing(ran):
-    for f in ran[1].glob('*.html'):
-        assert P.outside(f.read_text()) == [] and P.CSP in f.read_text(), f.name
-
-
-def test_index_lists_promise_time_and_status(ran):
+def test_index_lists_promise_time_and_status_once(ran):
     page = soup(ran, 'index')
     rows = {li.select_one('.no').text: li for li in page.select('.chapters li')}
-    assert list(rows) == ['01', '02', '03'] and 'All of it' in rows['01'].p.text and rows['01'].select_one('a')['href'] == '01_good.html'
-    assert ' s' in rows['01'].select_one('.status').text and 'ok' in rows['01'].select_one('.status').text
-    assert 'failed' in rows['02'].text and 'ZeroDivisionError' in rows['02'].text
-    assert page.h1.text == 'The course' and page.select_one('a[href="01_good.html"]') and page.select_one('#paths')
-
-
-def test_changed_notebook_is_marked(ran, tmp_path):
-    ch = P.read_chapter(ran[2]/'03_later.ipynb')
-    nb = C.executed(ch, ran[1])
-    assert 'changed' not in C.status_html(nb, ch)
-    nb.metadata.mpcourse.source = 'older'
-    assert 'since changed' in C.status_html(nb, ch) and 'changed since' in C.run_note(nb, ch)
+    assert list(rows) == ['01', '02', '03'] and 'All of it' in rows['01'].p.text and rows['01'].a['href'] == '01_good.html'
+    assert re.search(r'ok, \d+\.\d s', rows['01'].text) and 'failed' in rows['02'].text
+    assert page.h1.text == 'The course' and page.find(id='Paths') and 'twice' not in page.text
 
 
 def test_subset_runs_alone_and_links_only_to_what_is_there(small_course, tmp_path):
-    nbs = small_course(_01_a=['# A\n\n> a.', '%md see [b](02_b.ipynb)'], _02_b=['# B\n\n> b.', '1'])
-    out = tmp_path/'out'
-    assert [o.chapter.number for o in C.run_course('01', out, nbs, show=False)] == ['01']
-    assert not (out/'02_b.html').exists() and 'href="02_b.html"' not in (out/'01_a.html').read_text()
-    assert 'not run yet' in (out/'index.html').read_text()
-    C.run_course('2', out, nbs, show=False)
+    nbs, out = small_course(_01_a=['# A\n\n> a.', '%md see [b](02_b.ipynb)'], _02_b=['# B\n\n> b.', '1']), tmp_path/'out'
+    assert run(nbs, out, '1').returncode == 0
+    assert not (out/'02_b.html').exists() and 'href="02_b.html"' not in (out/'01_a.html').read_text() and 'not run yet' in (out/'index.html').read_text()
+    assert run(nbs, out, 'b').returncode == 0 and 'changed' not in (out/'02_b.html').read_text()
     assert 'href="02_b.html"' in (out/'01_a.html').read_text(), 'the older page does not know of the newer one'
+    nb = nbformat.read(nbs/'02_b.ipynb', as_version=4)
+    nb.cells[1].source = '2'
+    nbformat.write(nb, nbs/'02_b.ipynb')
+    C.write_pages(C.chapters(nbs), out)
+    assert 'since changed' in (out/'index.html').read_text() and 'changed since' in (out/'02_b.html').read_text()
 
 
-def test_slow_cell_and_dead_kernel_are_failures(small_course, tmp_path):
-    nbs = small_course(_01_slow=['# S\n\n> s.', 'import time; time.sleep(60)'], _02_dies=['# D\n\n> d.', 'import os; os._exit(1)'])
-    slow, dead = C.run_course(out=tmp_path/'out', nbs=nbs, timeout=2, show=False)
-    assert slow.status == dead.status == 'failed' and 'Timeout' in slow.error and 'cell 2' in slow.error and 'DeadKernel' in dead.error
-    assert (tmp_path/'out/01_slow.html').exists() and (tmp_path/'out/02_dies.html').exists()
-
-
-@pytest.mark.parametrize('workers', [1, 2])
-def test_so_many_at_a_time(monkeypatch, small_course, tmp_path, workers):
-    active, most = [0], [0]
-    async def fake(ch, out, timeout, tick):
-        active[0] += 1
-        most[0] = max(most[0], active[0])
-        await asyncio.sleep(.02)
-        active[0] -= 1
-        return C.Outcome(ch)
-    monkeypatch.setattr(C, 'run_chapter', fake)
-    nbs = small_course(**{f'_0{i}_x': ['# X\n\n> x.'] for i in range(1, 6)})
-    assert len(C.run_course(out=tmp_path/'out', nbs=nbs, workers=workers, show=False)) == 5 and most[0] == workers
-
-
-def test_progress_and_summary(small_course, tmp_path, capfd):
-    nbs = small_course(_01_a=['# Title A\n\n> a.', '1'])
-    C.run_course(out=tmp_path/'out', nbs=nbs)
-    out, err = capfd.readouterr()
-    assert '1/1 chapters' in err and 'Title A' in out and '1 of 1 chapters ran' in out and 'index.html' in out
-
-
-def test_cli_exit_codes(small_course, tmp_path, capfd):
-    nbs = small_course(_01_a=['# A\n\n> a.', '1'], _02_b=['# B\n\n> b.', '1/0'])
-    common = ['--nbs', str(nbs), '--out', str(tmp_path/'out')]
-    assert main(['run', '01', *common]) == 0
-    assert main(['run', *common]) == 1
-    capfd.readouterr()
-    assert main(['run', '07', *common]) == 2
-    assert capfd.readouterr().err == "There is no chapter '07': there are 01, 02.\n"
+def test_a_request_that_cannot_be_met_is_a_sentence(small_course, tmp_path):
+    nbs = small_course(_01_a=['# A\n\n> a.', '1'])
     (tmp_path/'file').write_text('')
-    assert main(['run', '--nbs', str(nbs), '--out', str(tmp_path/'file')]) == 2
-    err = capfd.readouterr().err
-    assert err.count('\n') == 1 and 'cannot be written' in err and '--out' in err
-    assert main(['run', '--nbs', str(tmp_path/'nowhere'), '--out', str(tmp_path/'out')]) == 2
-    assert 'no numbered notebooks' in capfd.readouterr().err
-    with pytest.raises(SystemExit) as e: main(['run', '--workers', '0'])
-    assert e.value.code == 2
-
-
-@pytest.mark.skipif(os.name != 'posix' or os.geteuid() == 0, reason='root may write anywhere')
-def test_read_only_folder(tmp_path):
-    (tmp_path/'out').mkdir(mode=0o500)
-    with pytest.raises(C.CourseError, match='cannot be written'): C.open_folder(tmp_path/'out')
+    for args, says in [((nbs, tmp_path/'out', '07'), "There is no chapter '07': there are 01."), ((nbs, tmp_path/'file'), 'name another with --out'),
+                       ((tmp_path/'nowhere', tmp_path/'out'), 'There are no numbered notebooks')]:
+        r = run(*args)
+        assert r.returncode == 1 and says in r.stderr and r.stderr.count('\n') == 1 and not r.stdout
 
 
 @pytest.mark.parametrize('wanted, numbers', [('', ['index', '01', '02', '12']), ('02 01', ['01', '02']), ('2,12', ['02', '12']),
@@ -233,54 +224,24 @@ def test_selection(small_course, wanted, numbers):
 
 
 def test_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
-    f = tmp_path/'page.html'
-    C.write_text(f, 'old')
+    C.write_text(tmp_path/'page.html', 'old')
     monkeypatch.setattr(os, 'replace', lambda *a: (_ for _ in ()).throw(OSError('disk full')))
-    with pytest.raises(OSError): C.write_text(f, 'new')
-    assert f.read_text() == 'old'
+    with pytest.raises(OSError): C.write_text(tmp_path/'page.html', 'new')
+    assert (tmp_path/'page.html').read_text() == 'old'
 
 
-@pytest.mark.parametrize('src, want', [('#| hide\nx', {'hide': ''}), ('#|export\nx', {'export': ''}), ('x\n#| hide', {}), ('', {}),
-    ("#| fig-cap: 'it''s: one'\nx", {'fig-cap': "it's: one"}), ('#| fig-cap: >-\n#|   two\n#|   lines\nx', {'fig-cap': 'two lines'}),
-    ('\n#| eval: false\n\n#| export\nx', {'eval': 'false', 'export': ''})])
-def test_directives(src, want): assert P.directives(src) == want
-
-
-@pytest.mark.parametrize('page, asked', [
-    ('<img src="https://x.y/a.png">', 1), ("<script defer src='//x.y/a.js'></script>", 1), ('<style>@import "https://x.y/a.css";</style>', 1),
-    ('<link rel="stylesheet" href="http://x.y/a.css">', 1), ('<p style="background:url(https://x.y/a.png)">', 1), ('<iframe src=https://x.y>', 1),
-    ('<a href="https://x.y">link</a>', 0), ('<math xmlns="http://www.w3.org/1998/Math/MathML"></math>', 0)])
-def test_outside_sees_what_a_page_loads(page, asked): assert len(P.outside(page)) == asked
-
-
-def test_unclosed_and_stray_fences_keep_html_balanced(small_course, tmp_path):
-    nbs = small_course(_01_a=['# A\n\n> a.', ':::', '::: {.callout-tip}\n## Open\n::: {.inner}\nx\n:::'])
-    C.run_course(out=tmp_path/'out', nbs=nbs, show=False)
-    page = (tmp_path/'out/01_a.html').read_text()
-    assert page.count('<details') == page.count('</details>') and page.count('<div') == page.count('</div>') and ':::' not in page
-
+# --- README.md ---
 
 def test_readme_follows_the_index(small_course, tmp_path):
-    nbs = small_course(_01_a=['# A\n\n> a.'], index=['# Top\n\n> p.\n\n[a](01_a.ipynb) ![pic](images/p.png) [c](../CONTRIBUTING.md) [top](#top)', '#| fig-cap: C\n#| fig-alt: D\nplot()'])
+    nbs = small_course(_01_a=['# A\n\n> a.'], index=['# Top\n\n> p.\n\n[a](01_a.ipynb) ![pic](images/p.png) [c](../CONTRIBUTING.md) [top](#top) [web](https://x.y)',
+                                                     '#| hide\nsecret', '#| fig-cap: C\n#| fig-alt: D\nplot()'])
     nb = nbformat.read(nbs/'index.ipynb', as_version=4)
-    nb.cells[1].outputs = [nbformat.v4.new_output('display_data', {'image/png': 'QUJD', 'text/plain': '<Figure>'})]
+    nb.cells[2].outputs = [nbformat.v4.new_output('display_data', {'image/png': 'QUJD', 'text/plain': '<Figure>'})]
     nbformat.write(nb, nbs/'index.ipynb')
-    assert not C.readme_current(nbs)
-    text = C.write_readme(nbs).read_text()
-    assert C.readme_current(nbs) and (nbs/'images/index_1.png').read_bytes() == b'ABC'
-    for part in ('[a](nbs/01_a.ipynb)', '![pic](nbs/images/p.png)', '[c](CONTRIBUTING.md)', '[top](#top)', '![D](nbs/images/index_1.png)', '*C*'): assert part in text
+    assert not R.readme_current(nbs)
+    text = R.write_readme(nbs)[0].read_text()
+    assert R.readme_current(nbs) and (nbs/'images/index_1.png').read_bytes() == b'ABC' and 'secret' not in text
+    for part in ('[a](nbs/01_a.ipynb)', '![pic](nbs/images/p.png)', '[c](CONTRIBUTING.md)', '[top](#top)', '[web](https://x.y)',
+                 '![D](nbs/images/index_1.png)', '*C*', '```python\nplot()\n```'): assert part in text
     (nbs/'images/index_1.png').write_bytes(b'other')
-    assert not C.readme_current(nbs), 'a changed picture goes unnoticed'
-
-
-def python(code, **kw): return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120, **kw)
-
-
-def test_help_needs_no_torch():
-    r = python("import sys; from mpcourse.cli import make_parser; make_parser(); assert not {'torch', 'nbclient'} & set(sys.modules)")
-    assert r.returncode == 0, r.stderr
-
-
-def test_missing_extra_is_a_sentence():
-    r = python("import sys; sys.modules['nbclient'] = None; from mpcourse.cli import main; sys.exit(main(['run']))")
-    assert r.returncode == 2 and "pip install 'mpcourse[course]'" in r.stderr and r.stderr.count('\n') == 1
+    assert not R.readme_current(nbs), 'a changed picture goes unnoticed'

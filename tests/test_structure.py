@@ -13,7 +13,7 @@ NOTEBOOK = {m[1]: p for p in NBS for t in TEXTS[p] if (m := re.match(r'#\| *defa
 CHAPTERS = [p for p in NBS if re.match(r'(0[1-9]|1\d|2[0-8])_', p.name)]
 # split from longer chapters, or not complete: the template is due when they are written anew
 BEGUN = {'05_tensorcore', '06_emulate', '10_scaler', '11_step', '13_checkpoint', '18_hooks', '19_monitor', '20_underflow', '28_compare'}
-TOOLS = {'doctor', 'cli', 'all', 'pages', 'course'}
+TOOLS = {'doctor', 'cli', 'all'}
 LIBRARY = [m for m in NUMBER if m not in TOOLS]
 # without fastai: the modules that DESIGN.md marks so, as far as they are written
 LIGHT = '''plots formats rounding toys tensorcore emulate half master scaler step dynamic policies simulator gradscaler hooks
@@ -297,8 +297,9 @@ def settings():
 
 
 def test_readme_is_current():
-    from mpcourse.course import readme_current
-    assert readme_current(ROOT/'nbs'), 'README.md is not what nbs/index.ipynb says: make readme'
+    pytest.importorskip('nbconvert')
+    from tools.readme import readme_current
+    assert readme_current(), 'README.md is not what nbs/index.ipynb says: make readme'
 
 
 def test_readme_names_every_chapter_and_command():
@@ -313,22 +314,34 @@ def test_settings():
     assert cfg['tst_flags'] == 'cuda' and 'torch>=2.6,<2.14' in cfg['requirements'].split()
     pinned = [re.split('[<>=]', r)[0] for r in cfg['requirements'].split() if re.search('<', r) and not r.startswith('torch')]
     assert not pinned, f'runtime requirements stay wide: {pinned}'
-    names = lambda key: {re.split('[<>=]', r)[0] for r in cfg[key].split()}
-    assert names('course_requirements') <= names('dev_requirements'), 'dev must be able to run the course'
     version = re.search(r'__version__ = "(.+)"', (ROOT/'mpcourse/__init__.py').read_text())[1]
     assert version == cfg['version']
 
 
+def imported(node):
+    "The packages that the statements of a module import"
+    for n in node.body:
+        names = [a.name for a in n.names] if isinstance(n, ast.Import) else [n.module] if isinstance(n, ast.ImportFrom) and not n.level else []
+        yield from {x.split('.')[0] for x in names} - set(sys.stdlib_module_names) - {'mpcourse', 'tools'}
+
+
 def test_imports_are_declared():
-    "What a module imports at its top is a requirement, or in an extra if the module belongs to the runner"
-    cfg, alias = settings(), {'sklearn': 'scikit-learn', 'IPython': 'ipykernel', 'jupyter_client': 'nbclient', 'pygments': 'nbconvert', 'mistune': 'nbconvert'}
-    have = {re.split('[<>=]', r)[0] for r in cfg['requirements'].split()}
-    extra = {re.split('[<>=]', r)[0] for r in cfg['course_requirements'].split()}
+    "What a module imports at its top is a requirement; what a tool imports is one, or in `dev`"
+    alias = {'sklearn': 'scikit-learn', 'yaml': 'pyyaml', 'jupyter_client': 'nbclient', 'pygments': 'nbconvert', 'traitlets': 'nbconvert'}
+    have, dev = ({re.split('[<>=]', r)[0] for r in settings()[k].split()} for k in ('requirements', 'dev_requirements'))
     for m in NUMBER:
-        for n in tree(m).body:
-            names = [a.name for a in n.names] if isinstance(n, ast.Import) else [n.module] if isinstance(n, ast.ImportFrom) and not n.level else []
-            for name in {alias.get(x.split('.')[0], x.split('.')[0]) for x in names} - set(sys.stdlib_module_names):
-                assert name in have or (m in TOOLS and name in extra) or name == 'mpcourse', f'{m} imports {name}, which settings.ini does not require'
+        for name in imported(tree(m)): assert alias.get(name, name) in have, f'{m} imports {name}, which settings.ini does not require'
+    for f in (ROOT/'tools').glob('*.py'):
+        for name in imported(ast.parse(f.read_text(encoding='utf-8'))): assert alias.get(name, name) in have | dev, f'{f.name} imports {name}'
+
+
+def test_tools_are_short_and_not_in_the_wheel():
+    from setuptools import find_packages
+    include = re.search(r'find_packages\(include=\[(.*?)\]\)', (ROOT/'setup.py').read_text())[1]
+    assert find_packages(str(ROOT), include=eval(include, {'cfg': settings()})) == ['mpcourse']
+    for f in (ROOT/'tools').glob('*.py'):
+        for n in ast.walk(ast.parse(f.read_text(encoding='utf-8'))):
+            if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)): assert n.end_lineno - n.body[0].lineno < 25, f'{f.name}: {n.name}'
 
 
 def test_ci_runs_what_make_test_runs():
