@@ -82,6 +82,13 @@ def test_no_name_of_the_library_is_hidden_and_no_key_is_doubled():
             assert not SITE.has(src, 'export', 'exporti') and len(keys) == len(set(keys)), c.source
 
 
+@pytest.mark.parametrize('path', NBS, ids=lambda p: p.stem)
+def test_every_callout_is_closed(path):
+    cells = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == 'markdown']
+    marks = [m for src in cells for m in re.findall(r'^:{3,} *(\{|$)', src, re.M)]
+    assert marks == ['{', '']*(len(marks)//2)
+
+
 # --- a notebook ---
 
 def notebook(*cells, status='ok', **metadata):
