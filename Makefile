@@ -21,7 +21,7 @@ lab: .venv/.installed ## JupyterLab on the notebooks
 	@$(BIN)/jupyter lab --notebook-dir=nbs $(LAB)
 
 site: .venv/.installed ## the site, with Quarto, to _docs/
-	@$(BIN)/python .ci/site.py
+	@$(BIN)/python -m tools.site
 
 studies: .venv/.installed ## results over many seeds, to nbs/results/ (takes minutes, can be interrupted)
 	@$(BIN)/python -c 'from mpcourse.toys import run_studies; run_studies()'
