@@ -1,5 +1,5 @@
 "Trainings that end at any moment: what is on the disk then, what goes on from it, and what is left in the model"
-import os, resource, signal, subprocess, sys
+import os, resource, signal, subprocess, sys, time
 from pathlib import Path
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
@@ -92,7 +92,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 path = f'{folder}/run.pt'
 '''
 KILLED = RANKS + '''
-quiet_fit(classes(path, rank=rank, wrap=DDP, cbs=[kill('before_backward', 20)]), 5)
+def die(l):
+    "Both are here, then both are gone: neither waits for the other"
+    Path(folder, f'here{rank}').touch()
+    while not all(Path(folder, f'here{r}').exists() for r in range(2)): time.sleep(.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+quiet_fit(classes(path, rank=rank, wrap=DDP, cbs=[At('before_backward', die, order=90, when=at_iter(20))]), 5)
 '''
 RESUMED = RANKS + '''
 steps = []
