@@ -7,7 +7,7 @@ __all__ = ['VERSION', 'FILE_PARTS', 'RECORDED', 'save_training_state', 'load_tra
            'put_record', 'CheckpointCB']
 
 # %% ../nbs/13_checkpoint.ipynb #2b08830d
-import copy, os, random, warnings, zipfile
+import copy, os, pickle, random, shutil, warnings, zipfile
 from collections import OrderedDict
 from collections.abc import Iterable
 from copy import deepcopy
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from fastai.basics import Callback, CancelBatchException, CancelEpochException, Learner, Recorder
 from fastai.callback.schedule import ParamScheduler
 from torch import nn, Tensor
@@ -28,8 +29,10 @@ def _plain(
     where:str, # what it is, for errors
 ):  # the same of tensors, numbers, strings, None, dicts, lists and tuples
     "What can be read back without running code from the file"
-    if isinstance(x, Tensor):       # a part of a larger storage is copied, or the whole storage would be written
-        return x.detach().clone() if x.numel()*x.element_size() < x.untyped_storage().nbytes() else x.detach()
+    if isinstance(x, Tensor):
+        x = x.detach().as_subclass(Tensor)      # fastai's own kinds of tensors are refused when the file is read
+        whole = x.numel()*x.element_size() >= x.untyped_storage().nbytes()
+        return x if whole else x.clone()        # or the storage, of which it is a part, would be written
     if x is None or type(x) in (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size): return x
     if isinstance(x, np.generic): return x.item()
     if isinstance(x, dict): return {_plain(k, f'a key of {where}'): _plain(v, f'{where}[{k!r}]') for k,v in x.items()}
@@ -89,20 +92,40 @@ def _fsync_dir(folder):
     except OSError: pass
     finally: os.close(fd)
 
+def _temporary(path): return path.with_name(f'.{path.name}.tmp') # one name: a killed writer leaves at most one file
+
+def _refuse_bad_place(path):
+    "Find out before the training whether a file can be written there; takes away what a killed writer left"
+    if path.is_dir(): raise ValueError(f'{path} is a folder: give the name of a file in it.')
+    try:
+        _temporary(path).touch()
+        _temporary(path).unlink()
+    except OSError as e:
+        raise OSError(f'No checkpoint can be written to {path} ({e.strerror}): give a folder that exists '
+                      'and in which you may write.') from e
+
 def _write_whole(
     path:Path, # where the file is to be
     doc:dict, # what is to be in it
 ):
-    "Write beside it, force it to the disk, then rename: at any moment the old file is there, or the new one"
-    tmp = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    "Write beside it, force it to the disk, read it back, rename: at any moment the old file is there, or the new one"
+    tmp = _temporary(path)
     try:
         with open(tmp, 'wb') as f:
             torch.save(doc, f)                                  # with a checksum for each tensor
             f.flush()
             os.fsync(f.fileno())
+        torch.load(tmp, map_location='cpu', weights_only=True, mmap=True)   # the values stay on the disk
         os.replace(tmp, path)
+    except pickle.UnpicklingError as e:
+        raise ValueError(f'{path} was not written, for it could not be read back safely: {e}') from e
+    except (OSError, RuntimeError) as e:
+        free = shutil.disk_usage(path.parent).free/1e6 if path.parent.is_dir() else 0
+        raise OSError(f'{path} could not be written ({free:,.0f} MB are free there): {e}. '
+                      'If there was an older file, it is as it was.') from e
     finally: tmp.unlink(missing_ok=True)
     _fsync_dir(path.parent)
+
 
 # %% ../nbs/13_checkpoint.ipynb #3662f141
 def save_training_state(
@@ -309,7 +332,7 @@ class CheckpointCB(Callback):
     "Save the whole training every few steps; a `fit` with the same arguments goes on from there, bit for bit"
     order = 80 # after everything that counts or schedules
     def __init__(self,
-        path:str|Path, # the file; written whole or not at all, removed when the fit is complete
+        path:str|Path, # the file; written whole or not at all, removed when the fit is complete; with ranks one each
         every:int=100, # steps between checkpoints
         resume:bool=True, # go on from the file if there is one
     ):
@@ -317,6 +340,15 @@ class CheckpointCB(Callback):
             raise ValueError(f'A checkpoint every {every} steps cannot be: give a number from 1.')
         self.path, self.every, self.resume = Path(path), every, resume
         self._state, self._asleep, self._whole, self._last = None, [], False, 0
+
+    @property
+    def file(self)->Path:
+        "Where this process writes: the path, with its rank in the name if there are several"
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1: return self.path
+        return self.path.with_stem(f'{self.path.stem}.rank{dist.get_rank()}')
+
+    @property
+    def _next(self): return self.file.with_name(f'{self.file.name}.next')
 
     @property
     def idle(self)->bool:
@@ -328,23 +360,38 @@ class CheckpointCB(Callback):
         cbs = [c for c in self.learn.cbs if isinstance(c, MixedPrecisionCB)]
         return cbs[0].scaler if cbs else None
 
-    def _load(self): return load_training_state(self.path, self.learn.model, self.learn.opt, self._mixed())
+    def _load(self): return load_training_state(self.file, self.learn.model, self.learn.opt, self._mixed())
 
     def before_fit(self):
         "Find out where to go on"
         if self.idle: return
         self._state, self._last, self._shape, self._notes = None, 0, fit_shape(self.learn), take_notes(self.learn)
-        if not (self.resume and self.path.exists()): return
-        self._check_same_fit(_read(self.path)['extra'].get('shape'))
+        _refuse_bad_place(self.file)
+        if self.resume: self._agree()
+        self._next.unlink(missing_ok=True)
+        if not (self.resume and self.file.exists()): return
+        self._check_same_fit(_read(self.file)['extra'].get('shape'))
         self._state = self._load()
         self._last = self._state['train_iter']
+
+    def _agree(self):
+        "All ranks go on from one step, or none does"
+        if self.file == self.path: return
+        mine = [_read(f)['extra'].get('train_iter') if f.exists() else 0 for f in (self.file, self._next)]
+        all_ = [None]*dist.get_world_size()
+        dist.all_gather_object(all_, mine)
+        newest = max(step for step,_ in all_)
+        if not all(newest in steps for steps in all_):
+            raise ValueError(f"The ranks' files of {self.path} are of different steps, {[step for step,_ in all_]}: "
+                             'remove them, or give CheckpointCB another path. Nothing was loaded.')
+        if mine[0] != newest: os.replace(self._next, self.file)
 
     def _check_same_fit(self, was):
         "Refuse a file of another fit"
         if was is None:
-            raise ValueError(f'{self.path} was not written by a CheckpointCB: give another path. Nothing was loaded.')
+            raise ValueError(f'{self.file} was not written by a CheckpointCB: give another path. Nothing was loaded.')
         other = [f'{k} was {was.get(k)}, is {v}' for k,v in self._shape.items() if was.get(k) != v]
-        if other: raise ValueError(f'{self.path} belongs to another fit: {", ".join(other)}. Fit with the same '
+        if other: raise ValueError(f'{self.file} belongs to another fit: {", ".join(other)}. Fit with the same '
                                    'arguments, or give CheckpointCB another path. Nothing was loaded.')
 
     def before_epoch(self):
@@ -395,16 +442,21 @@ class CheckpointCB(Callback):
 
     def after_fit(self):
         "The training is complete"
-        if not self.idle and self._state is None: self.path.unlink(missing_ok=True)
+        if not self.idle and self._state is None: self.file.unlink(missing_ok=True)
 
     def save(self):
         "Write a checkpoint now"
         learn, new = self.learn, lambda cb, k, v: k not in self._notes.get(cb, {}) or self._notes[cb][k] != v
         notes = {cb: {k: v for k,v in note.items() if new(cb, k, v)} for cb,note in take_notes(learn).items()}
-        save_training_state(self.path, learn.model, learn.opt, self._mixed(), shape=self._shape, epoch=learn.epoch,
-                            iter=learn.iter, train_iter=learn.train_iter, pct_train=learn.pct_train,
-                            loaders=self._loaders, epoch_random=self._epoch_random, log=record(learn), notes=notes,
+        alone = self.file == self.path
+        save_training_state(self.file if alone else self._next, learn.model, learn.opt, self._mixed(),
+                            shape=self._shape, epoch=learn.epoch, iter=learn.iter, train_iter=learn.train_iter,
+                            pct_train=learn.pct_train, loaders=self._loaders, epoch_random=self._epoch_random,
+                            log=record(learn), notes=notes,
                             touched=[n for n,p in learn.model.named_parameters() if p.grad is not None])
+        if not alone:
+            dist.barrier()                                      # all have written theirs
+            os.replace(self._next, self.file)
         self._last = learn.train_iter
 
     def _arrive(self):

@@ -91,7 +91,7 @@ def unscale_(
     if not triples: raise ValueError('No parameter has a gradient: unfreeze some, let the loss depend on the model, or '
                                      "give the optimizer this model's parameters.")
     wants, again = scaler.wants, scaler.below_one()
-    counts = _count(triples, scaler) if len(wants) > 1 else {}
+    counts = _count(triples, scaler)
     found = torch.zeros(1, device=scaler.scale.device)
     after = torch.zeros_like(found) if 'found_after' in wants else found
     for inv,grads,masters in _by_kind(triples, scaler):

@@ -147,10 +147,11 @@ def softmax_sums(
     return s2, np.maximum(s2 - 2*s3 + s4 + pairs, 0)
 
 # %% ../nbs/25_unit.ipynb #6d38c0cf
-@torch.compiler.assume_constant_result
 def _softmax_means(n, upto):
     "`softmax_sums` of n entries, or the means of those of 1, 2, … n"
     return tuple(v.mean().item() for v in softmax_sums(list(range(1, n + 1)) if upto else [n]))
+
+_softmax_means._dynamo_marked_constant = True   # as torch.compiler.assume_constant_result, which loads the compiler at once
 
 def softmax_factors(
     n:int, # entries

@@ -120,7 +120,7 @@ def torch_bound():
     "The requirement that keeps pip from fetching another torch"
     cfg = configparser.ConfigParser(delimiters=['='])
     cfg.read(ROOT/'settings.ini', encoding='utf-8')
-    return next(r for r in cfg['DEFAULT']['requirements'].split() if r.startswith('torch>'))
+    return next(r for r in cfg['DEFAULT']['dev_requirements'].split() if r.startswith('torch<'))
 
 
 def library_env():

@@ -330,6 +330,12 @@ def test_native_agrees_with_the_emulation(fa, fb, shape):
     if fa == fb == 'e4m3': torch.testing.assert_close(native_matmul(a, b), fp8_matmul(a, b, FP8Recipe('current')), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize('value, there', [(16., True), (16*(1 + 2**-23), True), (15.999, True), (0., False), (float('nan'), False), (17., False)])
+def test_a_native_product_may_be_rounded_and_not_be_another(value, there, monkeypatch):
+    monkeypatch.setattr('mpcourse.fp8.native_matmul', lambda a, b, *fmts: torch.full((16, 16), value))
+    assert has_native_fp8() is there
+
+
 def test_has_native_never_raises(monkeypatch):
     monkeypatch.delattr(torch, '_scaled_mm')
     assert has_native_fp8() is False

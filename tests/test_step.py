@@ -283,6 +283,15 @@ def test_observations_of_different_things_do_not_add_and_unknown_ones_are_named(
     assert reduce(a) is a
 
 
+@pytest.mark.parametrize('wants', [frozenset({'amax'}), ('total',), frozenset({('above', 2.)}), frozenset()])
+def test_what_a_policy_wants_is_counted_also_where_it_does_not_ask_for_found_inf(wants):
+    scaler, grad = StaticScaler(4.), torch.tensor([1., -3.]).half()
+    scaler.wants = wants
+    seen = unscale_([('w', grad, torch.zeros(2))], scaler)
+    want = {'amax': 3., 'total': 2., ('above', 2.): 1.}
+    assert seen['found_inf'] == 0 and all(seen[w] == want[w] for w in wants)
+
+
 GLOO = '''
 from functools import partial
 from mpcourse.scaler import *
