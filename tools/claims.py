@@ -147,7 +147,7 @@ def _before():
     torch.set_num_threads = lambda n: None
     losses, backward, grad = [], torch.Tensor.backward, torch.autograd.grad
     def note(t):
-        if len(losses) < 5 and isinstance(t, torch.Tensor) and t.dim() == 0: losses.append(t.detach())
+        if len(losses) < 5 and isinstance(t, torch.Tensor) and t.dim() == 0: losses.append(t.data)
     def noted_backward(self, *a, **k): note(self); return backward(self, *a, **k)
     def noted_grad(outputs, *a, **k): note(outputs); return grad(outputs, *a, **k)
     torch.Tensor.backward, torch.autograd.grad = noted_backward, noted_grad
@@ -225,9 +225,13 @@ def make_client(nb, python, folder, limit):
     specs.python = python
     # files as sockets: of two kernels that start at one moment, one may find its port taken
     km = AsyncKernelManager(kernel_spec_manager=specs, transport='ipc', connection_file=f'{folder}/kernel.json')
-    return NotebookClient(nb, km=km, timeout=limit, startup_timeout=180,
-                          allow_errors=True, interrupt_on_timeout=True, record_timing=False,
-                          error_on_timeout=dict(ename='Timeout', evalue=f'more than {limit} s', traceback=[]),
+    def late(cell, cell_index, execute_reply):
+        reply = execute_reply['content']
+        if reply['ename'] == 'Timeout': cell.outputs = [nbformat.v4.new_output('error', **error)]
+    error = dict(ename='Timeout', evalue=f'more than {limit} s', traceback=[])
+    return NotebookClient(nb, km=km, timeout_func=lambda cell: LIMIT if cell.source in (BEFORE, AFTER) else limit,
+                          allow_errors=True, interrupt_on_timeout=True, error_on_timeout=error, on_cell_error=late,
+                          startup_timeout=180, record_timing=False,
                           extra_arguments=['--log-level=ERROR', '--HistoryManager.enabled=False'],
                           resources={'metadata': {'path': folder}})
 
