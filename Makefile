@@ -1,11 +1,11 @@
-# make course · test · lab · site · studies · bench · readme
+# make course · test · claims · lab · site · studies · bench · readme
 # Each target sets up .venv by itself; a second run installs nothing. settings.ini says what is installed.
 PYTHON ?= python3
 BIN := .venv/bin
 CHAPTERS ?=
 OUT ?= _course
 
-.PHONY: help course test lab site studies bench readme
+.PHONY: help course test claims lab site studies bench readme
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -16,6 +16,9 @@ course: .venv/.installed ## run the chapters and write their pages to _course/ (
 
 test: .venv/.installed ## everything that CI checks
 	@$(BIN)/python tests/run.py
+
+claims: .venv/.installed ## the chapters under other seeds, threads, instruction sets; only what changed (CLAIMS="--chapters 14 --seeds 0-9 --only seeds")
+	@PYTHONPATH=. $(BIN)/python tools/claims.py $(CLAIMS)
 
 lab: .venv/.installed ## JupyterLab on the notebooks
 	@$(BIN)/jupyter lab --notebook-dir=nbs $(LAB)

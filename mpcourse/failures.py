@@ -16,6 +16,7 @@ from functools import partial
 import torch, torch.nn as nn, torch.nn.functional as F
 from .formats import FloatFormat, expect, fp16, get_format
 from .toys import Run, Toy, batches, get_toy, half_pass, plain_step, relu_mlp, study, train_toy
+from .toys import seed as run_seed
 
 # %% ../nbs/04_failures.ipynb #1e547c34
 def swallowed(
@@ -154,7 +155,7 @@ def activation_peaks(
     device='cpu',        # where it runs
 ) -> list: # the largest magnitude after each block; inf or NaN from where it overflowed
     "64 digits through x + relu(x W) again and again: how large does the stream get?"
-    data, gen = get_toy('relu_mlp').data(device=device), torch.Generator().manual_seed(seed)
+    data, gen = get_toy('relu_mlp').data(device=device), torch.Generator().manual_seed(run_seed(seed))
     x, peaks = data.train[0][:64].flatten(1).to(dtype), []
     for _ in range(depth):
         w = (torch.randn(64, 64, generator=gen) * gain / 8).to(device, dtype)
@@ -185,7 +186,7 @@ def adam_gap(
     seed: int = 0,       # of the gradients
 ) -> float: # rms of the largest update within 50 steps after the gap, in units of the learning rate
     "How large is Adam's update after a gap of zero gradients? In FP32"
-    p, gen = nn.Parameter(torch.zeros(1000)), torch.Generator().manual_seed(seed)
+    p, gen = nn.Parameter(torch.zeros(1000)), torch.Generator().manual_seed(run_seed(seed))
     opt, worst = torch.optim.Adam([p], lr=1., betas=(.9, beta2)), 0.
     for i in range(200 + gap + 50):
         quiet = 200 <= i < 200 + gap

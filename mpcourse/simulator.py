@@ -26,7 +26,7 @@ from .policies import POLICIES, get_policy
 from .rounding import quantize
 from .scaler import LossScaler, Observation, StaticScaler, valid_scale
 from .step import MixedStep
-from .toys import Data, Toy, batches, cross_entropy, fit, get_toy, plain_step, predict, study, train_toy
+from .toys import Data, Toy, batches, cross_entropy, fit, get_toy, plain_step, predict, seed as run_seed, study, train_toy
 
 # %% ../nbs/16_simulator.ipynb #8c21adec
 @dataclass
@@ -199,7 +199,7 @@ def random_storm(
 )->Trace:
     "Bad batches now and then"
     if not 0 <= rate <= 1: raise ValueError(f'A rate of {rate}: a probability lies between 0 and 1.')
-    bad = torch.rand(steps, generator=torch.Generator().manual_seed(seed)) < rate
+    bad = torch.rand(steps, generator=torch.Generator().manual_seed(run_seed(seed))) < rate
     return storm_of(bad, f'{rate:.1%} bad batches', like, factor)
 
 def script(
@@ -441,7 +441,7 @@ def spoil_batches(
     seed:int, # of the generator
 ):  # yields (inputs, targets)
     "Batches, altered where it storms"
-    gen = torch.Generator().manual_seed(seed)
+    gen = torch.Generator().manual_seed(run_seed(seed))
     for i,(xb,yb) in enumerate(batches): yield (alter(xb, generator=gen) if i < len(bad) and bad[i] else xb), yb
 
 def fp32_step(

@@ -120,7 +120,9 @@ def seed(
     "The n-th seed of this run"
     return n + 1000*int(os.environ.get('MPCOURSE_SEED', 0))
 
-_run_seed = seed    # for functions with an argument of that name
+def _generator(n):
+    "A generator of random numbers with the n-th seed of this run"
+    return torch.Generator().manual_seed(seed(n))
 
 # %% ../nbs/03_toys.ipynb #8bc4f7ab
 def _cast(x, dtype):
@@ -136,7 +138,7 @@ def batches(
     dtype=torch.float32, # of the float inputs
 ) -> Iterator: # of (inputs, targets); inputs is a tuple where the data carry something extra
     "Exactly `steps` shuffled batches of the training part"
-    (x, y), gen = data.train, torch.Generator().manual_seed(_run_seed(seed))
+    (x, y), gen = data.train, _generator(seed)
     n = len(y)
     if not 0 < bs <= n: raise ValueError(f'A batch of {bs} cannot be drawn from {n} examples: ask for 1 to {n}.')
     order = torch.empty(0, dtype=torch.int64)
@@ -149,11 +151,11 @@ def batches(
 # %% ../nbs/03_toys.ipynb #67f7fa7d
 @contextmanager
 def seeded(
-    seed: int, # of everything drawn inside
+    n: int, # which of this run's seeds
 ):
     "Draw with a seed inside; outside, the random state is as if nothing had happened"
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_run_seed(seed))
+        torch.manual_seed(seed(n))
         yield
 
 def mlp(
@@ -781,14 +783,14 @@ def check_clipped_step(
 
 # %% ../nbs/03_toys.ipynb #505696af
 def check_order_from(
-    f, # (n, bs, seed, start) -> iterator of index tensors
+    f, # (n, bs, k, start) -> iterator of index tensors
 ):
     "Check exercise 4 of chapter 03"
-    for n, bs, seed, start in ((10, 5, 0, 0), (10, 3, 0, 1), (10, 3, 1, 3), (10, 3, 1, 7), (7, 7, 2, 4)):
+    for n, bs, k, start in ((10, 5, 0, 0), (10, 3, 0, 1), (10, 3, 1, 3), (10, 3, 1, 7), (7, 7, 2, 4)):
         ids = torch.arange(n)
-        want = [xb for xb, _ in batches(Data('ids', (ids, ids), (ids, ids), n), bs, start + 5, seed)][start:]
-        got = f(n, bs, seed, start)
+        want = [xb for xb, _ in batches(Data('ids', (ids, ids), (ids, ids), n), bs, start + 5, k)][start:]
+        got = f(n, bs, k, start)
         assert got is not None, 'order_from returned nothing: replace the stub with your solution.'
-        for k, (a, b) in enumerate(zip(want, got)):
-            a, b, call = a.tolist(), list(map(int, b)), f'order_from({n}, {bs}, {seed}, {start})'
-            assert a == b, f'{call}: batch {k} is {b}, not {a}.'
+        for i, (a, b) in enumerate(zip(want, got)):
+            a, b, call = a.tolist(), list(map(int, b)), f'order_from({n}, {bs}, {k}, {start})'
+            assert a == b, f'{call}: batch {i} is {b}, not {a}.'

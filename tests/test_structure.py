@@ -287,6 +287,24 @@ def test_a_timing_is_never_asserted():
             bad = [x for x in t.splitlines() if x.startswith('assert') and re.search(r'perf_counter|\bseconds\b|elapsed', x)]
             assert not bad, f'{p.name}: {bad}'
 
+# a generator of random numbers gets its seed from toys.seed, so that MPCOURSE_SEED reaches every cell
+SEEDED = r'\b(manual_seed|(?:random|rng)\.seed|default_rng|RandomState|random\.Random)\((?!(?:run_)?seed\()'
+
+
+def test_seeds_in_cells_come_from_one_function():
+    """Exempt: exported code, which takes a seed or a generator as an argument (`make claims` shifts what the cells hand it),
+    and solutions of exercises, whose checkers compare with fixed answers"""
+    bad = {f'{p.name} {c["id"]}': found for p in NBS for t, c in zip(TEXTS[p], CELLS[p]) if c['cell_type'] == 'code'
+           and not re.search(r'^#\| *export|^check_\w+\(', t, re.M) and (found := re.findall(SEEDED, t))}
+    assert not bad, f'these cells seed without toys.seed: {bad}'
+
+
+def test_the_rule_about_seeds_sees_a_fixed_one():
+    for code in ('torch.manual_seed(0)', 'g = torch.Generator().manual_seed(n)', 'np.random.default_rng()', 'random.Random(1)', 'rng.seed(0)'):
+        assert re.search(SEEDED, code), code
+    for code in ('torch.manual_seed(seed(0))', 'torch.Generator().manual_seed(run_seed(3))', 'toy.model(seed=0)'): assert not re.search(SEEDED, code), code
+
+
 
 # --- generated files and settings ---
 

@@ -1,0 +1,161 @@
+"`make claims`: what it finds, what it runs again, and two chapters under other seeds"
+import asyncio, importlib.util, json, re, sys
+
+import pytest
+from conftest import ROOT
+
+pytest.importorskip('nbclient')
+spec = importlib.util.spec_from_file_location('claims', ROOT/'tools'/'claims.py')
+claims = importlib.util.module_from_spec(spec)
+sys.modules['claims'] = claims          # dataclasses look their module up
+spec.loader.exec_module(claims)
+
+
+def seeds(*ns): return [v for v in claims.variations(range(10)) if v.name in {f'seed {n}' for n in ns}]
+
+
+def run(path, n): return asyncio.run(claims.run(path, *seeds(n)))
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    "`main` with runs that are only counted; a cell of a notebook that contains `red` fails, on seed 3 alone"
+    ran = []
+    async def fake(path, v, key=''):
+        if 'stop' in ran: raise KeyboardInterrupt
+        ran.append((path.stem, v.name))
+        bad = [c for c in claims.code_cells(path) if 'red' in c[2] and v.name == 'seed 3']
+        failed = [dict(cell=i, id=name, line='assert red', error='AssertionError') for i, name, _ in bad]
+        return dict(chapter=path.stem, variation=v.name, key=key, on='Python 3.11', seconds=1, first=[1.], failed=failed)
+    monkeypatch.setattr(claims, 'run', fake)
+    store = tmp_path/'claims.json'
+    def call(nbs, *more, stop_after=None):
+        ran.clear()
+        if stop_after is not None: monkeypatch.setattr(claims, 'run', stopping(fake, stop_after))
+        else: monkeypatch.setattr(claims, 'run', fake)
+        code = claims.main(['--nbs', str(nbs), '--store', str(store), '--only', 'seeds', '--seeds', '2-4', '--workers', '1', *more])
+        return code, list(ran)
+    call.store = store
+    return call
+
+
+def stopping(run, n):
+    "Runs n chapters, then it is interrupted"
+    left = [n]
+    async def one(*a, **k):
+        left[0] -= 1
+        if left[0] < 0: raise KeyboardInterrupt
+        return await run(*a, **k)
+    return one
+
+
+# --- one run ---
+
+def test_a_claim_that_holds_on_seed_0_only_is_found(small_course):
+    nbs = small_course(_01_a=['# A\n\n> b', 'import torch\nfrom mpcourse.toys import seed', 'x = torch.ones(2).requires_grad_()',
+                              '(x.sum()*seed(1)).backward()\nassert seed(0) == 0', 'y = 1', 'assert y == 1\nassert seed(2) < 5'])
+    assert run(nbs/'01_a.ipynb', 0)['failed'] == []
+    row = run(nbs/'01_a.ipynb', 3)
+    first, last = row['failed']
+    assert (first['cell'], first['line'], first['error']) == (4, 'assert seed(0) == 0', 'AssertionError: seed(0) = 3000')
+    assert (last['cell'], last['line'], last['error']) == (6, 'assert seed(2) < 5', 'AssertionError: seed(2) = 3002')
+    assert row['first'] == [2.*3001] and row['variation'] == 'seed 3'
+
+
+def test_a_run_leaves_nothing_behind_and_skips_what_it_cannot_run(small_course):
+    nbs = small_course(_01_a=['# A', 'open("left", "w").write("x"); assert not __import__("pathlib").Path("01_a.ipynb").exists()',
+                              '#| eval: false\n1/0', '#| cuda\n1/0', 'raise ValueError("seen")'])
+    assert [f['error'] for f in run(nbs/'01_a.ipynb', 0)['failed']] == ['ValueError: seen']
+    assert [p.name for p in nbs.iterdir()] == ['01_a.ipynb']
+
+
+def test_a_kernel_that_dies_and_a_cell_that_hangs_are_red(small_course):
+    nbs = small_course(_01_a=['# A', 'import os; os._exit(1)'], _02_b=['# B', 'import time; time.sleep(60)', 'assert False, "ran all the same"'])
+    assert 'DeadKernelError' in run(nbs/'01_a.ipynb', 0)['failed'][0]['error']
+    hung = asyncio.run(claims.run(nbs/'02_b.ipynb', *seeds(0), limit=5))['failed']
+    assert [(f['cell'], f['error']) for f in hung] == [(2, 'Timeout: more than 5 s'), (3, 'AssertionError: ran all the same')]
+
+
+def test_nothing_varied_is_inherited(monkeypatch):
+    for name in ('MPCOURSE_SEED', 'MKL_CBWR', 'ATEN_CPU_CAPABILITY'): monkeypatch.setenv(name, '7')
+    monkeypatch.setenv('OMP_NUM_THREADS', '7')
+    for v in claims.variations():
+        env = claims.environment(v, '/tmp')
+        assert {n: env[n] for n, _ in v.env} == dict(v.env)
+        assert env['OMP_NUM_THREADS'] == ('2' if v.name == '2 threads' else '1')
+        assert env.get('MKL_CBWR') == ('COMPATIBLE' if v.name == 'mkl compatible' else None)
+    assert len({v.name for v in claims.variations()}) == 16
+
+
+# --- what runs again ---
+
+def test_only_what_changed_runs_again(small_course, command, capsys):
+    nbs = small_course(_01_a=['# A', '1'], _02_b=['# B', '2'], _91_c=['# C', '3'])
+    assert command(nbs) == (0, [(c, f'seed {n}') for n in (2, 3, 4) for c in ('01_a', '02_b')])
+    assert command(nbs) == (0, [])
+    small_course(_01_a=['# A, said in other words', '1'], _02_b=['# B', '2 + 0'])
+    assert command(nbs)[1] == [('02_b', f'seed {n}') for n in (2, 3, 4)]
+    rows = json.loads(command.store.read_text())['rows']
+    assert len(rows) == 6 and command.store.read_text().count('\n') == 8      # a line a row
+    assert 'not run: torch 2.6' in capsys.readouterr().out
+
+
+def test_a_module_behind_a_module_counts(small_course, tmp_path):
+    pkg = tmp_path/'pkg'
+    pkg.mkdir()
+    for name, text in dict(one='from .two import x', two='def f():\n    from mpcourse.three import y', three='y = 1', four='z = 1').items():
+        (pkg/f'{name}.py').write_text(text)
+    path = small_course(_01_a=['# A', '%matplotlib inline\nfrom mpcourse.one import x'])/'01_a.ipynb'
+    old = claims.code_hash(path, pkg)
+    (pkg/'four.py').write_text('z = 2')
+    assert claims.code_hash(path, pkg) == old
+    (pkg/'three.py').write_text('y = 2')
+    assert claims.code_hash(path, pkg) != old
+
+
+def test_an_interrupted_run_goes_on(small_course, command):
+    nbs = small_course(_01_a=['# A', '1'], _02_b=['# B', '2'])
+    with pytest.raises(KeyboardInterrupt): command(nbs, stop_after=3)
+    assert not command.store.exists()
+    with command.store.with_suffix('.partial.jsonl').open('a') as f: f.write('\n{"chapter": "02_b", "vari')     # and then it was killed
+    assert command(nbs) == (0, [('02_b', 'seed 3'), ('01_a', 'seed 4'), ('02_b', 'seed 4')])
+    assert len(json.loads(command.store.read_text())['rows']) == 6 and not command.store.with_suffix('.partial.jsonl').exists()
+
+
+def test_red_cells_may_only_fall(small_course, command, capsys):
+    nbs = small_course(_01_a=['# A', '1'])
+    assert command(nbs)[0] == 0
+    green = command.store.read_text()
+    small_course(_01_a=['# A', 'red'])
+    assert command(nbs)[0] == 1 and command.store.read_text() == green
+    assert '01_a, cell 2: assert red\n    seed 3: AssertionError' in capsys.readouterr().out
+    assert command(nbs) == (1, []), 'it is red until it is mended, and not run again to say so'
+    assert command(nbs, '--accept')[0] == 0 and command(nbs)[0] == 0
+    stored = command.store.read_text()
+    assert stored != green
+    small_course(_01_a=['# A', '2'])
+    assert command(nbs, '--check')[0] == 0 and command.store.read_text() == stored, '--check stores nothing'
+    assert command(nbs)[0] == 0 and not claims.red(json.loads(command.store.read_text())['rows'])
+
+
+def test_a_chapter_that_does_not_exist(small_course, command):
+    with pytest.raises(SystemExit, match="'7'"): command(small_course(_01_a=['# A', '1']), '--chapters', '7')
+
+
+# --- the stored table, and the course ---
+
+def test_ten_seeds_give_ten_different_first_losses():
+    rows = json.loads(claims.STORE.read_text(encoding='utf-8'))['rows']
+    by_chapter = {}
+    for r in rows:
+        if r['variation'].startswith('seed') and r['first']: by_chapter.setdefault(r['chapter'], []).append(tuple(r['first']))
+    assert len(by_chapter) > 10
+    for chapter, found in by_chapter.items(): assert len(set(found)) == len(found), f'{chapter}: the same losses under two seeds'
+
+
+@pytest.mark.parametrize('stem', ['04_failures', '11_step'])
+@pytest.mark.parametrize('n', [11, 12])
+def test_two_chapters_hold_under_other_seeds(stem, n):
+    v = claims.Variation(f'seed {n}', 'seeds', (('MPCOURSE_SEED', str(n)),))
+    row = asyncio.run(claims.run(ROOT/'nbs'/f'{stem}.ipynb', v))
+    assert not row['failed'] and row['first'], claims.table([row])
