@@ -697,7 +697,7 @@ def als_text(
 from contextlib import nullcontext
 
 from .monitor import TensorCollector
-from .underflow import underflow_rates, trend_of
+from .underflow import count_flushed, underflow_rates, trend_of
 from .policies import get_policy
 from .simulator import spoil_batches, fp32_step, spoil
 
@@ -744,7 +744,7 @@ def clip_storm(
     model, weather = toy.model(seed), spoil_batches(toys.batches(toy.data(), toy.bs, steps, seed), bad, spoil, seed)
     rows, opt = [], toy.opt(model.parameters())
     with TensorCollector(model, schedule=looked_at(at), kinds=('weight_grad',), stats=('zeros', 'flushed', 'overflow'),
-                         scaler=scaler, flush=None if scaler is None else 'exact') as c:
+                         scaler=scaler, flush=None if scaler is None else count_flushed()) as c:
         def look(i, rec): c.step(); rows.append({k: float(rec[k]) for k in ('loss', 'scale', 'skipped')})
         toys.fit(model, weather, opt, lambda p,y: toy.loss_func(p, y)/divide, step, toy.schedule(toy.steps), look)
     return c.frame(), {k: [r[k]*(divide if k == 'loss' else 1) for r in rows] for k in rows[0]}

@@ -4,14 +4,13 @@
 
 # %% auto #0
 __all__ = ['COMPUTES', 'SCHEME_DTYPES', 'SCHEMES', 'TensorPairs', 'tensor_dls', 'Guard', 'FitGuard', 'GuardedCallback', 'in_fit',
-           'native_half_cost', 'compute_context', 'StepHistory', 'valid_scheme', 'MixedPrecisionCB',
-           'refuse_untrainable', 'refuse_fastais', 'quiet_fit', 'as_good_as_fp32', 'check_skip_counter',
-           'check_norm_recorder', 'check_guarded']
+           'compute_context', 'StepHistory', 'valid_scheme', 'MixedPrecisionCB', 'refuse_untrainable', 'refuse_fastais',
+           'quiet_fit', 'as_good_as_fp32', 'check_skip_counter', 'check_norm_recorder', 'check_guarded']
 
 # %% ../nbs/12_callback.ipynb #288eccae
-import random, time
+import random
 from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -121,19 +120,6 @@ def in_fit(
 # %% ../nbs/12_callback.ipynb #eab0c2b1
 COMPUTES = ('auto', 'native', 'fast_half')
 
-@lru_cache(None)
-def native_half_cost(
-    n:int=192, # the factors are n × n
-    reps:int=3, # the fastest of so many
-)->float: # time of a half product over that of an FP32 product
-    "What this CPU's own half precision costs, measured once per process"
-    def seconds(dtype):
-        a, b = (torch.ones(n, n, dtype=dtype) for _ in range(2)); times = []
-        for _ in range(reps + 1):
-            start = time.perf_counter(); a @ b; times.append(time.perf_counter() - start)
-        return min(times[1:])
-    return seconds(torch.float16)/seconds(torch.float32)
-
 def compute_context(
     compute:str, # 'auto', 'native' or 'fast_half'
     overflow:str, # 'inf' or 'saturate'
@@ -145,8 +131,7 @@ def compute_context(
         raise ValueError(f"There is no overflow={overflow!r}: take 'inf' or 'saturate'.")
     if overflow == 'saturate' and compute == 'native':
         raise ValueError("Native kernels overflow to infinity: to saturate, take compute='fast_half' or 'auto'.")
-    slow = device.type == 'cpu' and native_half_cost() > 1
-    emulate = compute == 'fast_half' or overflow == 'saturate' or compute == 'auto' and slow
+    emulate = compute == 'fast_half' or overflow == 'saturate' or compute == 'auto' and device.type == 'cpu'
     return partial(fast_half, overflow) if emulate else nullcontext
 
 # %% ../nbs/12_callback.ipynb #25b8f484
@@ -208,7 +193,7 @@ class MixedPrecisionCB(GuardedCallback):
     def __init__(self,
         scaler:LossScaler=None, # the policy; FP16 needs one, BF16 takes none
         dtype:str|torch.dtype='fp16', # 'fp16' or 'bf16': of weights, activations and gradients within a batch
-        compute:str='auto', # 'native', 'fast_half', or whichever is faster here
+        compute:str='auto', # 'native', 'fast_half', or 'auto': `fast_half` on a CPU, native elsewhere
         overflow:str='inf', # 'saturate': half results are clipped at ±65504, as on hardware that saturates
         group='auto', # process group that decides together; by default all ranks, if there are any
     ):

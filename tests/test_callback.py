@@ -240,9 +240,18 @@ def test_every_way_to_compute_trains_alike(kw):
     wa, wb, w0 = weights(a), weights(b), weights(learner())
     moved = sum((wb[n] - w0[n]).norm()**2 for n in wb)**.5
     assert sum((wa[n] - wb[n]).norm()**2 for n in wb)**.5 < .1*moved
-    want = dict(native=[], fast_half=['fast_half']).get(kw.get('compute'))
+    want = dict(native=[], fast_half=['fast_half'], auto=['fast_half']).get(kw.get('compute'))      # on a CPU
     if want is not None: assert all(s == want for s in seen)
     if 'overflow' in kw: assert all(s == ['fast_half'] for s in seen)
+
+
+def test_auto_asks_where_the_model_is_and_nothing_else(monkeypatch):
+    import time
+    def no_clock(): raise AssertionError('a stopwatch decides')
+    for name in ('perf_counter', 'monotonic', 'process_time'): monkeypatch.setattr(time, name, no_clock)
+    cpu, *others = [C.compute_context('auto', 'inf', torch.device(d)) for d in ('cpu', 'cuda', 'mps', 'meta')]
+    assert cpu.func is fast_half and all(c is C.nullcontext for c in others)
+    assert all(C.compute_context('native', 'inf', torch.device(d)) is C.nullcontext for d in ('cpu', 'cuda'))
 
 
 def test_saturating_overflow_is_clipped_and_infinite_otherwise():
