@@ -99,6 +99,7 @@ def make_gradscaler(policy=None, hold=None, group=None, **kw):
 
 def make_learner(model, train, valid, scaler=None, bs=8, mixed=True, dtype='fp16', **kw):
     "A Learner on tensors in mixed precision; mixed=False: in FP32"
+    import fastai.callback.schedule  # noqa: F401  (fit_one_cycle, lr_find)
     from fastai.basics import Learner
     learn = Learner(_get('tensor_dls')(train, valid, bs), model, **kw)
     learn.remove_cbs([cb for cb in learn.cbs if cb.name == 'progress'])

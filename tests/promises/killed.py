@@ -106,9 +106,9 @@ def flat_loss(folder, die_at, seeded):
     return fit(folder, die_at, seeded, CrossEntropyLossFlat())
 
 
-RUNS = dict(loop=(loop, ('forward', 'backward', 'opt', 'save', 'fsync', 'replace')),
-            fit=(fit, ('after_pred', 'after_backward', 'after_step', 'save', 'replace')),
-            flat_loss=(flat_loss, ('after_pred',)))
+RUNS = dict(loop=(loop, (None, 'forward', 'backward', 'opt', 'save', 'replace')),
+            fit=(fit, (None, 'after_pred', 'after_step', 'replace')),
+            flat_loss=(flat_loss, ('after_pred',)))                     # its whole run is that of `fit`
 
 
 def alive(f, folder, die_at, seeded, out):
@@ -125,7 +125,7 @@ def alive(f, folder, die_at, seeded, out):
 
 def main(root):
     for name, (f, points) in RUNS.items():
-        for die_at in (None, *points):
+        for die_at in points:
             folder = root/f'{name}-{die_at}'; folder.mkdir()
             first = alive(f, folder, die_at, 0, folder/'whole.pt')
             left = sorted(p.name for p in folder.iterdir())

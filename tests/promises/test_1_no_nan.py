@@ -222,6 +222,16 @@ def test_scaled_gradients_are_unscaled_exactly():
         gs.step(opt); gs.update(); assert torch.equal(p.detach(), -g)
 
 
+def test_the_scale_of_a_step_halves_and_grows():
+    "Bad steps 3 and 4, an interval of three"
+    model, (x, y), scaler = Net(), data(80), A.make_scaler('dynamic', init_scale=2.**8, growth_interval=3)
+    def spoil(i): model.factor = torch.inf if i in (3, 4) else 1.
+    batches = [(x[8*i:8*i+8], y[8*i:8*i+8]) for i in range(10)]
+    got = A.train(A.make_step(scaler), model, batches, torch.optim.SGD(model.parameters(), lr=.1), F.cross_entropy, spoil)
+    assert [s for _,s,_ in got] == [2.**k for k in (8, 8, 8, 9, 8, 7, 7, 7, 8, 8)]
+    assert [k for *_,k in got] == [i in (3, 4) for i in range(10)] and all(0 < l < 3 for l,*_ in got)
+
+
 @pytest.mark.xfail(strict=True, reason='issue 12: hold: a loss that is not finite is not the doing of the scale')
 def test_bad_batches_do_not_end_a_training_with_the_default_policy():
     "45 batches of NaN: the scale stays, and gradients live afterwards"
