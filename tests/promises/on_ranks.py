@@ -61,6 +61,16 @@ def by_gradscaler(rank, policy, fused=False):
     return told(model, trace)
 
 
+def sees_all(rank):
+    "The largest gradient is that of all ranks, whichever has it: 2^14 on rank 1, then on rank 0, then nowhere"
+    s, p, out = A.make_gradscaler(A.make_scaler('als', init_scale=2.**4, activations=False, statistic='amax'), group=dist.group.WORLD), nn.Parameter(torch.zeros(3)), []
+    opt = torch.optim.SGD([p], lr=0.)
+    for who in (1, 0, None):
+        s.scale(torch.ones(())); p.grad = torch.full((3,), 2.**14 if rank == who else 1.)
+        s.step(opt); s.update(); out.append(s.get_scale())
+    return dict(trace=out, weights=[])
+
+
 class Trace(Callback):
     order = 200
     def __init__(self): self.seen = []
@@ -142,6 +152,7 @@ def everything(rank, folder):
     out['fused', 'dynamic'] = by_gradscaler(rank, 'dynamic', True)
     for p in ('dynamic', 'als'): out['learner', p], out['alone', p] = by_learner(rank, p), by_step_alone(rank, p)
     for p in ('dynamic', 'logmax', 'als_weights'): out['sharded', p] = sharded(rank, p)
+    out['sees all', 'als'] = sees_all(rank)
     out['refusal', 'dynamic'] = first_batch_bad(rank)
     dist.barrier()
     out['resumed', 'dynamic'] = resumed(rank, folder)

@@ -40,6 +40,10 @@ def test_two_ranks_decide_as_one(host, policy, both):
     if host in ('step', 'alone'): assert [k for _,k in a['trace']].count(True) >= 3     # rank 1's infinities, on both
 
 
+def test_one_rank_sees_all_that_the_others_saw(both):
+    assert [r['sees all', 'als']['trace'] for r in both] == [[2.**3, 2.**2, 2.**3]]*2
+
+
 @bad('issue 12: a bad first batch is refused on one rank while the other waits')
 def test_a_refusal_is_the_same_on_every_rank(both):
     a, b = (r['refusal', 'dynamic']['trace'] for r in both)

@@ -51,7 +51,7 @@ def equal(a, b):
 
 def storm(seed, n=40, p=.15):
     rnd = random.Random(seed)
-    return [rnd.random() < p for _ in range(n)]
+    return [i > 0 and rnd.random() < p for i in range(n)]         # torch's own fused SGD needs a clean first step
 
 
 @pytest.mark.parametrize('opt', OPTS)
@@ -72,7 +72,7 @@ def test_a_long_random_trace_is_torchs(seed):
     a, b, p, q = ours(**kw), theirs(**kw), *(nn.Parameter(torch.ones(2)) for _ in range(2))
     oa, ob, low = torch.optim.SGD([p], lr=.1), torch.optim.SGD([q], lr=.1), 2.**4
     for i in range(400):
-        bad = rnd.random() < .35 and b.get_scale() > low
+        bad = rnd.random() < .35 and b.get_scale() > low or b.get_scale() > 2.**90
         for s,w,o in ((a, p, oa), (b, q, ob)):
             s.scale(torch.ones(()))
             w.grad = torch.tensor([torch.inf if bad else .3*s.get_scale(), 1.])
@@ -92,7 +92,7 @@ def test_the_state_dict_is_torchs_with_one_key_more_and_goes_both_ways():
     mine, torchs = a.state_dict(), b.state_dict()
     assert {k: mine[k] for k in KEYS} == torchs and len(mine) == len(torchs) + 1
     c, d = ours(), theirs()
-    c.load_state_dict(torchs); d.load_state_dict(mine if False else {k: mine[k] for k in KEYS})
+    c.load_state_dict(torchs); d.load_state_dict({k: mine[k] for k in KEYS})
     assert equal(run(c, 'adam', found), run(d, 'adam', found))
     e = theirs(); e.load_state_dict(mine)                       # torch ignores the key that it does not know
     assert e.state_dict() == torchs
@@ -147,7 +147,7 @@ def test_copies_and_pickles_go_on_as_the_original():
         assert equal(run(a, 'sgd', storm(2)), run(b, 'sgd', storm(2)))
 
 
-@pytest.mark.parametrize('policy', ('megatron', 'hysteresis', 'fastai', 'logmax'))
+@pytest.mark.parametrize('policy', ('megatron', 'hysteresis', 'fastai', 'deepspeed'))
 def test_another_policy_in_the_same_loop(policy):
     s = A.make_gradscaler(A.make_scaler(policy, init_scale=2.**12))
     rows, _ = run(s, 'fused_adamw', storm(4, p=.3), clip=.5)
@@ -292,5 +292,5 @@ def test_accelerate(accelerate, opt, tmp_path):
         was = scaler.state_dict(); scaler.update(2.**3); accelerator.load_state(str(tmp_path))
         assert scaler.state_dict() == was or str(scaler.state_dict()) == str(was)
         return [scaler.get_scale(), *(p.detach().clone() for p in model.parameters())]
-    a, b = (go(make(init_scale=2.**12, growth_interval=3)) for make in (ours, theirs))
+    a, b = (go(make(init_scale=2.**12, growth_interval=2)) for make in (ours, theirs))
     assert equal(a, b) and a[0] != 2.**12
