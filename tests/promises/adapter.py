@@ -39,8 +39,9 @@ def next_scales(scaler, found, amax=None):
         if want == 'amax': return torch.inf if bad else top
         if isinstance(want, tuple): return 1000.*(bad or top >= want[1])        # ('above', edge), of a million
         return dict(found_inf=float(bad), found_after=0., total=1e6)[want]
-    out, wants = [], sorted(scaler.wants, key=lambda w: (w != 'found_inf', str(w)))
+    out = []
     for bad, top in zip(found, amax or [1.]*len(found)):
+        wants = sorted(scaler.wants, key=lambda w: (w != 'found_inf', str(w)))
         values = torch.tensor([told(w, bad, top) for w in wants])
         scaler.update(_get('Observation')(tuple(wants), values))
         out.append(scaler.scale.item())

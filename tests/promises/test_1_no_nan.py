@@ -38,15 +38,20 @@ def data(n=64):
     return torch.randn(n, 4, generator=g), torch.randint(0, 3, (n,), generator=g)
 
 
+def tensors(x):
+    "All tensors in a nesting"
+    if isinstance(x, torch.Tensor): return [x]
+    inner = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+    return [t for v in inner for t in tensors(v)]
+
+
 def bits(model, opt):
-    "Every number of the weights and of the optimizer's state"
-    opt = getattr(opt, 'opt', opt) if isinstance(opt, OptimWrapper) else opt
-    states = [[opt.state[p] for g in opt.param_groups for p in g['params'] if p in opt.state]] if isinstance(opt, torch.optim.Optimizer) else opt.state_dict()['state']
-    flat = [v for s in states for d in ([s] if isinstance(s, dict) else s) for v in d.values() if isinstance(v, torch.Tensor)]
-    return [t.detach().clone() for t in (*model.parameters(), *flat)]
+    "Every number of the weights and of the optimizer's state, torch's or fastai's"
+    return [t.detach().clone() for t in (*model.parameters(), *tensors(opt.state_dict()['state']))]
 
 
-def same(a, b): return len(a) == len(b) and all(torch.equal(x.view(torch.uint8) if x.dim() else x, y.view(torch.uint8) if y.dim() else y) for x,y in zip(a, b))
+def raw(t): return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize])
+def same(a, b): return len(a) == len(b) and all(torch.equal(raw(t), raw(u)) for t,u in zip(a, b))
 def finite(ts): return all(t.isfinite().all() for t in ts)
 
 
@@ -85,7 +90,8 @@ def by_callback(scaler, make_opt, factors, **kw):
     x, y = data(8*len(factors))
     fast = dict(sgd=FastaiSGD, adam=FastaiAdam)
     name = next(n for n,o in OPTS.items() if o is make_opt)
-    opt_func = partial(fast[name], mom=.9) if name in fast else partial(OptimWrapper, opt=make_opt.func, **{k: v for k,v in make_opt.keywords.items() if k != 'lr'})
+    more = {k: v for k,v in make_opt.keywords.items() if k != 'lr'}
+    opt_func = partial(fast[name], mom=.9) if name in fast else partial(OptimWrapper, opt=make_opt.func, **more)
     learn = A.make_learner(Net(), (x, y), (x[:8], y[:8]), scaler, loss_func=F.cross_entropy, opt_func=opt_func, lr=.01, **kw)
     probe = Probe(factors)
     with learn.no_logging(): learn.fit(1, cbs=probe)

@@ -1,5 +1,4 @@
 "Promise 4: all ranks take the same decision"
-import os
 from pathlib import Path
 
 import pytest, torch

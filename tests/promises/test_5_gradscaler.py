@@ -174,10 +174,16 @@ def test_a_policy_sees_the_largest_magnitude_whatever_its_sign(policy, kw, value
         ps = [nn.Parameter(torch.zeros(5)) for _ in range(4)]
         opts = [torch.optim.SGD(ps[:2], lr=.1), torch.optim.SGD(ps[2:], lr=.1)]
         s.scale(torch.ones(()))
-        for i,p in enumerate(ps): p.grad = torch.full_like(p, v if i == 2 else .5)
+        for p in ps: p.grad = torch.full_like(p, .5)
+        ps[2].grad[1] = v
         for o in opts: s.step(o)
         s.update(); out.append(s.get_scale())
     assert large[0] < small[0] and (policy == 'logmax' or (small, large) == ([2.**5], [2.**3]))
+
+
+def test_als_halves_at_once_whatever_its_period():
+    scales = A.next_scales(A.make_scaler('als', init_scale=2.**10, period=4, activations=False), [False, True, False, False])
+    assert scales == [2.**11, 2.**10, 2.**10, 2.**10]
 
 
 GOLDEN = json.loads((Path(__file__).parent.parent/'golden'/'scales.json').read_text())

@@ -160,14 +160,14 @@ def test_the_unit_scaled_model_is_the_models_function_and_has_its_directions():
 
 
 @pytest.mark.parametrize('layer, n', ((lambda: nn.Conv2d(16, 32, 3, padding=1), 0), (lambda: nn.Linear(16, 64), 1), (lambda: nn.LayerNorm(16), 1),
-                                      (lambda: nn.Softmax(-1), 1), (nn.GELU, 1), (nn.SiLU, 1), (nn.Tanh, 1)))
+                                      (lambda: nn.Softmax(-1), 1), (nn.ReLU, 1), (nn.GELU, 1), (nn.SiLU, 1), (nn.Tanh, 1)))
 def test_each_op_is_unit_forward_and_backward(layer, n):
     torch.manual_seed(2)
     m = A.convert('unit', nn.Sequential(layer()), constraint='none')
-    v = torch.randn((256, 16) if n else (32, 16, 8, 8), requires_grad=True)
-    out = m(v); g = torch.randn_like(out); out.backward(g)
-    rms = lambda t: (t - t.mean()).pow(2).mean().sqrt() if not isinstance(m[0], nn.Softmax) else t.std()
-    for t in (out, v.grad): assert .75 < rms(t) < 1.33, (layer, rms(t))
+    near = .03 if isinstance(m[0], (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh)) else .25
+    v = torch.randn((4096, 16) if n else (32, 16, 8, 8), requires_grad=True)
+    out = m(v); out.backward(torch.randn_like(out))
+    for t in (out, v.grad): assert 1 - near < t.std() < 1 + near, t.std()
 
 
 class Own(nn.Module):
@@ -231,7 +231,7 @@ def test_fp8_names_a_product_that_it_does_not_know_when_it_is_called():
 
 # --- rounding itself: a conversion of numbers ---
 
-@pytest.mark.parametrize('fmt, e, m', (('fp16', -14, 10), ('bf16', -126, 7), ('e4m3', -6, 3), ('e5m2', -14, 2)))
+@pytest.mark.parametrize('fmt, e, m', (('fp16', -14, 10), ('bf16', -126, 7), ('e4m3', -6, 3), ('e5m2', -14, 2), ('e3m2', -2, 2)))
 def test_numbers_go_to_the_nearest_and_ties_to_even(fmt, e, m):
     for k in (0, 3, e):
         ulp = 2.**(k - m)

@@ -91,6 +91,11 @@ def test_a_state_that_cannot_be_loaded_changes_nothing(policy, spoil):
     assert A.scale_of(s) == 2.**9
 
 
+def test_a_state_of_a_relative_with_the_same_numbers_is_refused():
+    state = A.make_scaler('apex_hysteresis').state_dict()
+    refused(lambda: A.make_scaler('megatron').load_state_dict(state), 'ApexHysteresisScaler')
+
+
 @pytest.mark.parametrize('dtype', ('nf7', torch.int8, torch.float32))
 def test_half_is_a_dtype(dtype): refused(lambda: A.convert('half', nn.Linear(2, 2), dtype), dtype)
 def test_a_constraint_that_there_is_not(): refused(lambda: A.convert('unit', nn.Linear(2, 2), constraint='loose'), 'loose')
