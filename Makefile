@@ -1,11 +1,11 @@
-# make course · test · claims · lab · site · studies · bench · readme
+# make course · test · claims · lab · site · studies · bench · oracle · mutants · readme
 # Each target sets up .venv by itself; a second run installs nothing. settings.ini says what is installed.
 PYTHON ?= python3
 BIN := .venv/bin
 CHAPTERS ?=
 OUT ?= _course
 
-.PHONY: help course test claims lab site studies bench readme
+.PHONY: help course test claims lab site studies bench oracle mutants readme
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -31,6 +31,12 @@ studies: .venv/.installed ## results over many seeds, to nbs/results/ (takes min
 
 bench: .venv/.installed ## timings, to bench/results/
 	@$(BIN)/python bench/run.py $(BENCH)
+
+oracle: .venv/.installed ## trainings of this tree against the first edition's, bit for bit (CASES="step als" for some)
+	@$(BIN)/python tools/oracle.py $(CASES)
+
+mutants: .venv/.installed ## break one line at a time: tests must see it (MUTANTS="step als" for some modules)
+	@$(BIN)/python tools/mutants.py $(MUTANTS)
 
 readme: .venv/.installed ## README.md from nbs/index.ipynb
 	@$(BIN)/python -m tools.readme

@@ -565,7 +565,7 @@ def _row(name, cls):
             'at the floor': ('raises' if s.on_floor == 'raise' else 'stays') if strict.floor else 'falls to 0',
             'observes': ', '.join(sorted(s.wants)), 'host looks': 'each step' if s.needs_sync else 'never'}
 
-def policy_table()->'pd.DataFrame': # a row for each published policy
+def policy_table(): # a pandas DataFrame with a row for each published policy
     "Defaults and rules of all published policies, generated from their classes; floor and ceiling are the peer's own"
     import pandas as pd                     # here: a scaler needs no pandas
     return pd.DataFrame([_row(n, c) for n,c in POLICIES.items()]).set_index('policy')

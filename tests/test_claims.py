@@ -1,5 +1,5 @@
 "`make claims`: what it finds, what it runs again, and two chapters under other seeds"
-import asyncio, importlib.util, json, re, sys
+import asyncio, importlib.util, json, sys
 
 import pytest
 from conftest import ROOT

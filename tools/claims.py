@@ -11,7 +11,7 @@ The table is studies/claims.json. Its red cells may only become fewer: the exit 
 when a cell is red that it does not know (--accept stores it all the same).
 """
 import argparse, ast, asyncio, hashlib, json, os, re, subprocess, sys, tempfile, time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 

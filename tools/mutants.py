@@ -1,0 +1,227 @@
+"""One-line breakages of the library: each must turn a test red.
+
+    python tools/mutants.py             all of them, two workers; survivors are named, exit code 1 if there are any
+    python tools/mutants.py step 31     those of a module, or of a number
+    python tools/mutants.py --list
+
+Each is applied to an exported file in a copy of the tree, never in place. A text that is not there exactly once is an
+error: whoever rewrites a module brings its mutants along. Add one for each new line that matters."""
+import importlib, importlib.util, io, os, shutil, signal, sys, tempfile, time
+from collections import namedtuple
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = {'1': 'test_1_no_nan', '2': 'test_2_fp32', '3': 'test_3_resume', '4': 'test_4_ranks', '5': 'test_5_gradscaler',
+         '6': 'test_6_conversions', '7': 'test_7_arguments'}       # of tests/promises
+OTHERS = ('fastai.basics', 'fastai.callback.schedule', 'fastai.callback.fp16', 'fastai.callback.tracker', 'pandas', 'pytest',
+          'sklearn.datasets', 'matplotlib.pyplot', 'torch._dynamo', 'torch.distributed', 'ipywidgets', 'scipy.special', 'hypothesis',
+          'pytest_timeout', 'pytest_rerunfailures', 'pydoc_data.topics', 'unittest.mock')   # imported once, before all tests
+LIMIT = 900                                                        # seconds; a test that hangs has seen it, too
+
+Mutant = namedtuple('Mutant', 'module old new promise tests')      # tests: what to select, for pytest's -k
+M = [Mutant(*row) for row in (
+    # the factor and its inverse
+    ('scaler', 'return loss.float()*self.scale', 'return loss.float()', 1, 'recipes or exactly'),
+    ('scaler', 'self._inverse = now, wide.reciprocal().float()', 'self._inverse = now, self.scale.clone()', 1, 'recipes'),
+    ('scaler', 'if not (isfinite(s) and FLOOR <= s <= CEILING):', 'if not s <= CEILING:', 7, 'scale_that_cannot'),
+    # the scaler's state
+    ('scaler', 'tensors = {n: getattr(self, n).detach().clone() for n in self.state_names}',
+     'tensors = {n: getattr(self, n).detach().clone() for n in self.state_names[:1]}', 3, 'each_policy'),
+    ('scaler', 'for n in self.state_names: setattr(self, n, state[n]', 'for n in self.state_names[:1]: setattr(self, n, state[n]', 3, 'each_policy'),
+    ('scaler', 'hyper = {n: getattr(self, n) for n in self.hyper_names}', 'hyper = {}', 3, 'each_policy'),
+    ('scaler', "    if not low <= scale <= high:\n", "    if low > scale:\n", 7, 'state_that_cannot'),
+    ('scaler', "if missing: raise ValueError(f'The state lacks", "if False: raise ValueError(f'The state lacks", 7, 'state_that_cannot'),
+    ('scaler', "if state.get('policy') != type(self).__name__:", "if False:", 7, 'relative'),
+    # the reduction over ranks
+    ('scaler', '    if group is None: return obs\n', '    return obs\n', 4, 'alone'),
+    ('scaler', 'op=dist.ReduceOp.SUM', 'op=dist.ReduceOp.MIN', 4, 'alone'),
+    ('scaler', 'slots[:, dist.get_rank(group)] = obs.values[largest]', 'slots[:, 0] = 0', 4, 'sees_all'),
+    ('step', 'obs = reduce(with_gathered(unscale_(named, scaler), scaler), group)', 'obs = with_gathered(unscale_(named, scaler), scaler)', 4, 'alone'),
+    ('callback', 'return None if self._alone else dist.group.WORLD', 'return None', 4, 'learner'),
+    ('gradscaler', 'obs = reduce(unscale_(triples, sight), self.group)', 'obs = unscale_(triples, sight)', 4, 'gradscaler'),
+    # the look and the unscaling, and their order
+    ('step', 'torch._amp_foreach_non_finite_check_and_unscale_(ts, here, factor.to(ts[0].device))', 'torch._foreach_mul_(ts, factor)', 1, 'every_bit and nan'),
+    ('step', '_check_and_multiply_(masters, found, inv)', '_check_and_multiply_(masters, found, torch.ones_like(inv))', 1, 'exactly or recipes'),
+    ('step', 'if again and _may_overflow(scaler, grads, masters):', 'if False:', 1, 'below_one'),
+    ('step', 'wants, again = scaler.wants, scaler.below_one()', 'wants, again = scaler.wants, False', 1, 'below_one'),
+    ('step', 'return [t for g in grads if g.numel() for t in torch.aminmax(g)] or', 'return [g.amax() for g in grads if g.numel()] or', 5, 'largest_magnitude'),
+    ('step', '(g.abs() >= want[1])', '(g >= want[1])', 5, 'largest_magnitude'),
+    ('step', '        scaler.update(obs)\n', '        pass\n', 1, 'halves_and_grows'),
+    ('step', 'self._stepped = not self.flag.item() > 0', 'self._stepped = True', 1, 'every_bit and nan'),
+    ('step', 'if outcome.stepped: opt.step()', 'opt.step()', 1, 'every_bit and step'),
+    ('step', '(outcome.flag > 0).float()', '(outcome.flag > 9).float()', 1, 'every_bit and fused'),
+    ('step', 'not all(g.dtype == torch.float16 != m.dtype for g,m in zip(grads, masters))', 'False', 1, 'below_one'),
+    ('step', 'clip_grad_norm_(model.parameters(), self.clip)', 'clip_grad_norm_(model.parameters(), self.clip*2)', 1, 'recipes'),
+    ('step', 'loss = loss_func(cast(pred, torch.float32), yb)', 'loss = loss_func(pred, yb).float()', 1, 'recipes'),
+    ('step', 'opt.zero_grad(); self.scaler.forget()', 'self.scaler.forget()', 1, 'recipes'),
+    ('step', 'self.scaler.scale_loss(loss).backward()', 'loss.backward()', 1, 'recipes'),
+    ('step', 'skipped=self.outcome.flag > 0)', 'skipped=self.outcome.flag < 0)', 1, 'recipes'),
+    ('step', "if getattr(m, 'sparse', False) is True and", "if False and", 7, 'sparse'),
+    # half weights and masters
+    ('master', "self.model, self.dtype, self.lent = model, dtype, False", "self.model, self.dtype, self.lent = model, torch.bfloat16, False", 2, 'computes_in_half'),
+    ('master', '        if cur is not low or cur._version != fresh: _write_back(wide, cur)\n        return wide', '        return cur.to(wide.dtype)', 2, 'saved_at'),
+    ('master', 'wide.copy_(torch.where(low.detach() == wide.to(low.dtype), wide, low.detach().to(wide.dtype)))', 'wide.copy_(low.detach())', 6, 'keep_all_digits'),
+    ('master', '        _uncover(self._shadows)\n', '        self._shadows.clear()\n', 2, 'plain'),
+    ('master', 'if hooks: self._undo.append(hooks.remove)', 'pass', 2, 'plain'),
+    ('master', '        if not self._within.pop(): self.leave()', '        self._within.pop()', 2, 'in_a_step'),
+    ('master', 'torch.cat([_to_wide(p).flatten() for p in ps])', 'torch.cat([_to_wide(p.half()).flatten() for p in ps])', 6, 'masters'),
+    ('master', 't.copy_(f) if plain else t.copy_(f).mul_(k)', 't.copy_(f*k)', 6, 'masters'),
+    ('master', 'if to: torch._foreach_copy_(to, frm)', 'pass', 6, 'masters'),
+    ('master', 'if p is None or p.dtype is dtype: continue', 'if p is None or p.dim() == 1: continue', 1, 'recipes'),
+    # the cast policy, and norms in FP32
+    ('half', 'policy[name] = torch.float32 if stays else dtype', 'policy[name] = dtype', 6, 'casts_all or norm'),
+    ('half', 'return is_norm(m) or isinstance(m, _Loss)', 'return isinstance(m, _Loss)', 6, 'casts_all or norm'),
+    ('half', '        if takes_half(m): continue\n', '        continue\n', 6, 'norm_computes'),
+    ('half', 'if is_norm(m): res.append(m.register_forward_hook(CastOut(dtype), prepend=True))', 'pass', 6, 'norm_computes'),
+    ('half', "    _remove_casts(model)\n    _set_dtypes(model, policy)\n    return model\n\n", "    _set_dtypes(model, policy)\n    return model\n\n", 6, 'back_to_fp32'),
+    ('half', "if dtype not in HALVES: raise", "if False: raise", 7, 'half_is'),
+    # the callback: restored whatever happens
+    ('callback', 'learn.loss_grad, self._now.scaled = self.scaler.scale_loss(learn.loss_grad), True', 'self._now.scaled = True', 1, 'trains_as'),
+    ('callback', 'elif not outcome.stepped: raise CancelStepException', '', 1, 'every_bit and callback'),
+    ('callback', 'if skips_itself(opt): arm(opt, outcome)', 'if skips_itself(opt): pass', 1, 'every_bit and callback'),
+    ('callback', '        finally: self.cb.leave()', '        finally: pass', 2, 'exception_the_model'),
+    ('callback', '            self.cb.abandon()\n', '', 2, 'exception_the_model'),
+    ('callback', 'self.learn.opt is not None: self.learn.opt.zero_grad()', 'self.learn.opt is not None: pass', 2, 'exception_the_model'),
+    ('callback', '        self.scaler.load_state_dict(state)', '        pass', 2, 'lr_find'),
+    ('callback', 'if dtype == torch.bfloat16 and scaler is not None:', 'if False:', 7, 'scheme'),
+    ('callback', 'learn.xb = (learn.xb,), cast(learn.xb, self.dtype)', 'learn.xb = (learn.xb,), learn.xb', 2, 'computes_in_half'),
+    # what is written and restored
+    ('checkpoint', "torch.set_rng_state(rng['torch'])", 'pass', 3, 'draws'),
+    ('checkpoint', "random.setstate(rng['python'])", 'pass', 3, 'draws'),
+    ('checkpoint', "with open(tmp, 'wb') as f:", "with open(path, 'wb') as f:", 3, 'write_that_fails'),
+    ('checkpoint', '    finally: tmp.unlink(missing_ok=True)', '    finally: pass', 3, 'write_that_fails'),
+    ('checkpoint', 'if bad := z.testzip(): raise', 'if (bad := z.testzip()) and False: raise', 3, 'does_not_fit'),
+    ('checkpoint', "map_location='cpu', weights_only=True)", "map_location='cpu', weights_only=False)", 3, 'does_not_fit'),
+    ('checkpoint', "        _load_opt(opt, doc['opt'])", '        pass', 3, 'draws'),
+    ('checkpoint', "for m,saved in zip(_masters(model, opt), doc['masters']): m.copy_(saved)", 'pass', 3, 'masters'),
+    ('checkpoint', "if wrong: raise ValueError(f'{path} does not fit. {wrong} Nothing was loaded.')", 'pass', 3, 'does_not_fit'),
+    ('checkpoint', "if scaler is not None and has: scaler.load_state_dict(doc['scaler'])", 'pass', 3, 'each_policy'),
+    ('checkpoint', "            self._set_loaders(self._state['loaders'])\n", '', 3, 'killed_there and fit'),
+    ('checkpoint', "            _set_random_states(self._state['epoch_random'])\n", '', 3, 'killed_there and fit'),
+    ('checkpoint', "        put_record(self.learn, state['log'])", '        pass', 3, 'killed_there and fit'),
+    # growth and back-off
+    ('dynamic', 'return scale.clamp_(*self.bounds)', 'return scale', 1, 'for_ever or storm'),
+    ('dynamic', 'torch.int32)\n        _valid_dynamics(self)', 'torch.int32)', 7, 'rule'),
+    ('dynamic', 'clamp(max=int(self.growth_interval) - 1)', 'clamp(max=0)', 5, 'torchs_bit or first_editions'),
+    ('dynamic', 'found, self.growth_factor, self.backoff_factor,', 'found, self.growth_factor, 1/self.growth_factor,', 5, 'long_random'),
+    ('dynamic', 'left = self.hysteresis_tracker - bad.int()', 'left = self.hysteresis_tracker', 5, 'first_editions'),
+    ('dynamic', 'return left, bad & (left <= 0)', 'return left, bad & (left < 0)', 5, 'first_editions'),
+    ('dynamic', 'tracker = self.counted().masked_fill(bad, -1)', 'tracker = self.counted()', 5, 'first_editions'),
+    ('dynamic', "else ~bad & (tracker == 0)", "else ~bad", 5, 'first_editions'),
+    ('policies', 'return self.growth_tracker + (~bad).int()', 'return (self.growth_tracker + 1).masked_fill(bad, 0)', 5, 'first_editions'),
+    ('policies', 'out = bad & (left <= 1)', 'out = bad & (left <= 0)', 5, 'first_editions'),
+    ('policies', 'amax.log()/log(2)', 'amax.log()', 5, 'first_editions'),
+    ('policies', 'return (self.growth_tracker + 1).masked_fill(bad, 0)', 'return self.growth_tracker + 1', 5, 'first_editions'),
+    ('als', 'return torch.where(upper, self.scale/self.factor, up)', 'return torch.where(upper, self.scale, up)', 5, 'first_editions'),
+    ('als', 'new = torch.where(bad, scale/self.factor, scale)', 'new = scale', 5, 'at_once'),
+    # the drop-in
+    ('gradscaler', "if optimizer_state['taken'] else None", "if True else None", 1, 'every_bit and gradscaler'),
+    ('gradscaler', 'given = self._scale if given is None else self._scale*given', 'given = None', 5, 'torchs_bit'),
+    ('gradscaler', '_growth_tracker=self._get_growth_tracker(), policy', '_growth_tracker=0, policy', 5, 'state_dict'),
+    ('gradscaler', 'self.policy._bound.look(self.scale) >= 1 if self.by_hand else self.policy.below_one()', 'True', 1, 'below_one'),
+    ('gradscaler', "if g.dtype is torch.float16 and not allow_fp16: raise", "if False: raise", 5, 'refusals'),
+    ('gradscaler', 'counted = sum(seen[1:], seen[0])', 'counted = seen[0]', 5, 'two_optimizers'),
+    ('gradscaler', "raise RuntimeError('step() has already been called since the last update().')", 'pass', 5, 'refusals'),
+    # unit scaling
+    ('unit', 'return dict(y=fan_in**-.5, x=fan_out**-.5, w=batch**-.5, b=batch**-.5)', 'return dict(y=fan_in**-.5, x=fan_out**-.5, w=batch**-.25, b=batch**-.5)', 6, 'unit'),
+    ('unit', 'def backward(ctx, g): return g if ctx.bwd == 1 else g*ctx.bwd, None, None', 'def backward(ctx, g): return g, None, None', 6, 'unit'),
+    ('unit', "fac = _fit(_by_name, constraint, name)", "fac = _fit(_by_name, constraint, 'relu')", 6, 'unit'),
+    ('unit_models', 'p.div_((std := p.std()) + (std == 0))', 'pass', 6, 'unit'),
+    ('unit_models', '    _check_known(model, known)\n', '', 6, 'unit'),
+    # eight bits, and rounding
+    ('fp8', 's = get_format(fmt).max/amax.float()/2.**margin', 's = get_format(fmt).max/amax.float()*.75/2.**margin', 6, 'operands'),
+    ('fp8', 'self.scale.copy_(torch.where(seen, self.next_scale(), self.scale))', 'pass', 6, 'delayed'),
+    ('fp8', "backward: str = 'e5m2'", "backward: str = 'e4m3'", 6, 'operands'),
+    ('fp8', "if isinstance(m, _SEALED_LAYERS): raise", "if False: raise", 6, 'names'),
+    ('rounding', "if rounding == 'nearest': q = q.round_()", "if rounding == 'nearest': q = (q + .5).floor_()", 6, 'ties'),
+    ('rounding', '.clamp(fmt.tiny, 2.**fmt.emax)', '.clamp(fmt.tiny/2, 2.**fmt.emax)', 6, 'ties'),
+)]
+
+
+def check_texts(mutants, root=ROOT):
+    "Those whose text is not there exactly once, each as a sentence"
+    texts = {m.module: (root/'mpcourse'/f'{m.module}.py').read_text() for m in mutants}
+    return [f'{m.module}: {texts[m.module].count(m.old)} times {m.old!r}' for m in mutants if texts[m.module].count(m.old) != 1]
+
+
+def copy_tree(folder):
+    "What tests need of the tree"
+    for d in ('mpcourse', 'tests'): shutil.copytree(ROOT/d, folder/d, ignore=shutil.ignore_patterns('__pycache__'))
+    shutil.copy(ROOT/'pyproject.toml', folder)
+    return folder
+
+
+def tests_fail(folder, args):
+    "Run tests in a child that has imported torch, fastai and pytest already, and nothing of ours: red? and its last line"
+    out = folder/'out.txt'
+    pid = os.fork()
+    if not pid:
+        os.chdir(folder); sys.path[:0] = [str(folder), str(folder/'tests')]
+        os.environ['PYTHONPATH'] = str(folder)
+        with open(out, 'w') as f, redirect_stdout(f), redirect_stderr(f):
+            import pytest
+            code = int(pytest.main([*args, '-x', '-q', '-p', 'no:cacheprovider', '-p', 'no:warnings', '-p', 'no:rerunfailures', '--tb=line']))
+        os._exit(code)
+    start = time.monotonic()
+    while not (done := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() - start > LIMIT: os.kill(pid, signal.SIGKILL)
+        time.sleep(.1)
+    said = [l for l in out.read_text().splitlines() if l.strip()]
+    code = os.waitstatus_to_exitcode(done[1])
+    return code, next((l for l in reversed(said) if l.startswith(('FAILED', 'ERROR'))), said[-1] if said else '')
+
+
+def try_one(folder, m):
+    "Break, test, mend: a word and a line"
+    file = folder/'mpcourse'/f'{m.module}.py'
+    whole = file.read_text()
+    try:
+        file.write_text(whole.replace(m.old, m.new))
+        code, line = tests_fail(folder, [f'tests/promises/{FILES[str(m.promise)]}.py', '-k', m.tests])
+    finally: file.write_text(whole)
+    return {0: 'SURVIVED', 5: 'NO TEST'}.get(code, 'killed'), line
+
+
+def work(numbers, out):
+    "What a worker does: every second mutant"
+    sys.dont_write_bytecode = True
+    sys.path[:] = [p for p in sys.path if Path(p or '.').resolve() not in (ROOT, ROOT/'tools')]
+    for n in OTHERS:
+        if importlib.util.find_spec(n.split('.')[0]): importlib.import_module(n)
+    import torch
+    assert 'mpcourse' not in sys.modules
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as tmp:
+        folder = copy_tree(Path(tmp))
+        for i in numbers:
+            start = time.monotonic()
+            word, line = try_one(folder, M[i])
+            text = f'{word:9} {i:3} {M[i].module:12} {M[i].old.strip()[:60]!r}  ({time.monotonic() - start:.0f} s) {line[:110]}'
+            os.write(out, (text + '\n').encode())
+
+
+def main(args):
+    chosen = [i for i,m in enumerate(M) if not args or m.module in args or str(i) in args]
+    if args == ['--list']:
+        for i,m in enumerate(M): print(f'{i:3} {m.module:12} {m.old.strip()!r} -> {m.new.strip()!r}  promise {m.promise}: {m.tests}')
+        return 0
+    if wrong := check_texts([M[i] for i in chosen]):
+        print('A mutant wants a text that is not there exactly once:', *wrong, sep='\n  ')
+        return 2
+    read, write = os.pipe()
+    for k in range(2):
+        if not os.fork():
+            try: work(chosen[k::2], write)
+            finally: os._exit(0)
+    os.close(write)
+    words = []
+    for line in io.open(read, encoding='utf-8'):
+        print(line, end='', flush=True)
+        words.append(line.split()[0])
+    killed = words.count('killed')
+    print(f'{killed} of {len(chosen)} breakages turned a test red.')
+    return int(killed < len(chosen))
+
+
+if __name__ == '__main__': sys.exit(main(sys.argv[1:]))
