@@ -1,5 +1,5 @@
 "Trainings that end at any moment: what is on the disk then, what goes on from it, and what is left in the model"
-import os, resource, signal, subprocess, sys, time
+import os, resource, signal, subprocess, sys
 from pathlib import Path
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
@@ -10,7 +10,7 @@ from mpcourse.als import ALSScaler
 from mpcourse.callback import quiet_fit, tensor_dls
 from mpcourse.checkpoint import CheckpointCB, save_training_state
 from mpcourse.scaler import StaticScaler
-from test_callback import At, Hooking, at_iter, ctrl_c, fit, hooks_in, interrupted, learner, outcome, same, seed_all, whole
+from test_callback import At, Hooking, at_iter, ctrl_c, fit, hooks_in, learner, outcome, same, seed_all, whole
 
 pytestmark = pytest.mark.library
 LOSSES = [CrossEntropyLossFlat, LabelSmoothingCrossEntropyFlat, FocalLossFlat, MSELossFlat, BCEWithLogitsLossFlat]

@@ -303,7 +303,7 @@ def run_course(
     out: str|Path=ROOT/'_course',  # folder for notebooks and pages
     nbs: str|Path=ROOT/'nbs',      # folder of the notebooks
     workers: int=2,                # chapters at a time
-    timeout: int=300,              # seconds for one cell
+    timeout: int=1200,             # seconds for one cell
 ) -> list: # an `Outcome` for each chapter that was run
     "Run the course, write its pages and print a summary"
     chs, out, start = chapters(nbs), Path(out).resolve(), time.perf_counter()
@@ -323,7 +323,7 @@ def main():
     p.add_argument('--out', default=ROOT/'_course', help='folder for pages and executed notebooks (%(default)s)')
     p.add_argument('--nbs', default=ROOT/'nbs', help='folder of the notebooks (%(default)s)')
     p.add_argument('--workers', type=int, default=2, help='chapters at a time (%(default)s)')
-    p.add_argument('--timeout', type=int, default=300, help='seconds for one cell (%(default)s)')
+    p.add_argument('--timeout', type=int, default=1200, help='seconds for one cell (%(default)s)')
     args = p.parse_args()
     try: outcomes = run_course(' '.join(args.chapters), args.out, args.nbs, args.workers, args.timeout)
     except KeyboardInterrupt: sys.exit('Stopped; what had ended is kept.')

@@ -13,8 +13,8 @@ sys.path.insert(0, str(ROOT))
 
 import nbformat
 from nbformat.v4 import new_markdown_cell, new_output
-from mpcourse.course import chapters, executed, is_fresh, run_course
-from mpcourse.pages import PageRenderer, widget_view
+from tools.course import chapters, executed, is_fresh, run_course
+from tools.pages import widget_html
 
 VIEW, STATE = 'application/vnd.jupyter.widget-view+json', 'application/vnd.jupyter.widget-state+json'
 NO_QUARTO = ('The site is built with Quarto, and there is no `quarto` on the PATH: install it from '
@@ -57,11 +57,6 @@ def site_source(
     if has(src, 'exporti'): return fold(plain, 'Code')
     if has(src, 'export', 'exports'): return '#| exports\n#| classes: exported\n' + drop(plain, 'code-fold', 'code-summary')
     return src
-
-
-def widget_html(out, state):
-    "The html of an output that shows a widget"
-    return out['data'].get('text/html') or widget_view(out['data'][VIEW]['model_id'], PageRenderer(), state)
 
 
 def html_output(html):
