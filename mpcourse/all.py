@@ -13,6 +13,7 @@ from .toys import *  # noqa: F403
 from .failures import *  # noqa: F403
 from .tensorcore import *  # noqa: F403
 from .emulate import *  # noqa: F403
+from .recipe import *  # noqa: F403
 from .half import *  # noqa: F403
 from .master import *  # noqa: F403
 from .scaler import *  # noqa: F403
@@ -34,6 +35,6 @@ from .compare import *  # noqa: F403
 from .plots import *  # noqa: F403
 
 # %% ../nbs/93_all.ipynb #a27af561
-MODULES = '''formats rounding toys failures tensorcore emulate half master scaler step callback checkpoint dynamic policies
+MODULES = '''formats rounding toys failures tensorcore emulate recipe half master scaler step callback checkpoint dynamic policies
              simulator gradscaler hooks monitor underflow als unit unit_models fp8 compare plots'''.split()
 __all__ = [name for m in MODULES for name in sys.modules[f'mpcourse.{m}'].__all__]
