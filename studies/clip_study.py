@@ -19,7 +19,7 @@ from mpcourse.simulator import fp32_step, spoil, spoil_batches
 from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fast_half
 from mpcourse.toys import batches, fit, get_toy
-from mpcourse.underflow import trend_of, underflow_rates
+from mpcourse.underflow import count_flushed, trend_of, underflow_rates
 
 
 def grow(start=2.**16, interval=2000, **kw):
@@ -65,7 +65,7 @@ def clip_storm(crew, at=None, seed=0, toy='two_towers', steps=None):
     rows, opt = [], toy.opt(model.parameters())
     with TensorCollector(model, schedule=looked_at(at), kinds=('weight_grad',),
                          stats=('zeros', 'flushed', 'overflow'), scaler=scaler,
-                         flush=None if scaler is None else 'exact') as c:
+                         flush=None if scaler is None else count_flushed()) as c:
         def look(i, rec):
             c.step()
             rows.append({k: float(rec[k]) for k in ('loss', 'scale', 'skipped')})
