@@ -87,7 +87,7 @@ def exports():
 def lint():
     "ruff on Python files, fastaistyle on notebooks"
     # F811: @patch gives methods of one name to several classes; test_structure finds those given twice to one
-    ruff = sh(BIN/'ruff', 'check', '--no-cache', '--select', 'F,E9', '--per-file-ignores', 'mpcourse/*.py:F811', 'mpcourse', 'tests', 'bench', '.ci', 'setup.py', timeout=120)
+    ruff = sh(BIN/'ruff', 'check', '--no-cache', '--select', 'F,E9', '--per-file-ignores', 'mpcourse/*.py:F811', 'mpcourse', 'tests', 'bench', 'studies', '.ci', 'setup.py', timeout=120)
     style = sh(BIN/'chkstyle', '--ignore', CHKSTYLE_IGNORE, 'nbs', timeout=120)
     return check('ruff finds nothing', ruff == 0) + check('chkstyle finds nothing in the notebooks', style == 0)
 
