@@ -134,7 +134,7 @@ def slow(tmp_path):
 
 
 def finish(proc):
-    out, err = proc.communicate(timeout=120)
+    out, err = proc.communicate()
     return proc.returncode, out + err
 
 
@@ -159,12 +159,12 @@ def test_a_run_stores_everything(slow, tmp_path):
 
 def test_a_killed_run_goes_on_where_it_stopped(slow, tmp_path):
     part, proc = tmp_path/'slow.partial.json', slow('--workers', '2', pause=.4)
-    end = time.time() + 60
+    end = time.time() + 300
     while time.time() < end and not (part.exists() and len(json.loads(part.read_text())['results']) >= 2): time.sleep(.05)
     os.kill(proc.pid, signal.SIGKILL); proc.communicate()
     kept = json.loads(part.read_text())['results']
     assert 2 <= len(kept) < 8 and files(tmp_path) == {'slow.partial.json'}
-    end = time.time() + 20
+    end = time.time() + 100
     while time.time() < end and any(alive(f.name[3:]) for f in tmp_path.glob('pid*')): time.sleep(.05)
     assert not [f.name for f in tmp_path.glob('pid*') if alive(f.name[3:])], 'the workers end with their parent'
     started = len(log(tmp_path))
