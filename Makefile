@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CHAPTERS ?=
+STUDIES ?= $(filter-out studies/runner.py,$(wildcard studies/*.py))
 OUT ?= _course
 
 .PHONY: help course test claims lab site studies bench oracle mutants readme
@@ -26,8 +27,8 @@ lab: .venv/.installed ## JupyterLab on the notebooks
 site: .venv/.installed ## the site, with Quarto, to _docs/
 	@$(BIN)/python -m tools.site
 
-studies: .venv/.installed ## results over many seeds, to nbs/results/ (takes minutes, can be interrupted)
-	@$(BIN)/python -c 'from mpcourse.toys import run_studies; run_studies()'
+studies: .venv/.installed ## results over many seeds, each beside its script in studies/ (takes an hour, can be interrupted)
+	@for s in $(STUDIES); do $(BIN)/python $$s || exit 1; done
 
 bench: .venv/.installed ## timings, to bench/results/
 	@$(BIN)/python bench/run.py $(BENCH)

@@ -64,7 +64,7 @@ def main(argv=None):
     if unknown := [n for n in args.names if n not in there]:
         p.error(f'There is no benchmark {unknown[0]!r}: there are {", ".join(there)}.')
     import torch
-    from mpcourse.toys import machine_line
+    from mpcourse.doctor import machine_line
     torch.set_num_threads(args.threads)
     line = machine_line()
     head = dict(machine=line, threads=args.threads, date=datetime.date.today().isoformat())

@@ -4,7 +4,7 @@ import math
 import pandas as pd, pytest, torch
 
 import mpcourse.compare as B
-from mpcourse.compare import MEASURES, CONTENDERS, bakeoff_study, compare, comparison_table, get_scheme, flushed_weight_gradients, zero_weight_gradients
+from mpcourse.compare import MEASURES, CONTENDERS, compare, comparison_table, get_scheme, flushed_weight_gradients, measure_scheme, zero_weight_gradients
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.policies import POLICIES
 from mpcourse.step import MixedStep
@@ -23,7 +23,7 @@ def test_every_policy_is_a_scheme():
 
 @pytest.mark.parametrize('name', CONTENDERS)
 def test_every_scheme_trains(name):
-    v = bakeoff_study(f'relu_mlp: {name}: 3', 0)
+    v = measure_scheme(name, 0, 'relu_mlp', 3)
     assert tuple(v) == MEASURES and math.isfinite(v['loss']) and 0 <= v['zeros'] <= 1 and v['ms_per_step'] > 0
 
 
@@ -39,7 +39,7 @@ def test_zeros_beside_those_of_fp32():
 
 def test_a_policy_that_gives_up_has_not_converged(monkeypatch):
     monkeypatch.setitem(CONTENDERS, 'brave', lambda: MixedStep(DynamicScaler(2.**40, floor=2.**40, on_floor='raise')))
-    v = bakeoff_study('relu_mlp: brave: 3', 0)
+    v = measure_scheme('brave', 0, 'relu_mlp', 3)
     assert v['converged'] is False and math.isnan(v['loss']) and set(v) == set(MEASURES)
 
 
@@ -64,6 +64,17 @@ def test_an_interrupted_comparison_goes_on(tmp_path, monkeypatch):
     assert compare(['fp32', 'torch', 'metaseq'], 1, 'relu_mlp', store=tmp_path, **QUICK).equals(got) and len(calls) == 3
 
 
+def test_more_seeds_run_only_what_is_missing(tmp_path, monkeypatch):
+    calls, inner = [], B.train_toy
+    monkeypatch.setattr(B, 'train_toy', lambda *a, **k: calls.append(a) or inner(*a, **k))
+    few = compare(['fp32', 'fp16'], 1, 'relu_mlp', store=tmp_path, **QUICK)
+    more = compare(['fp32'], 2, 'relu_mlp', store=tmp_path, **QUICK)
+    assert len(calls) == 3 and more.loc[0].equals(few.loc[0]) and list(more['seed']) == [0, 1]
+    monkeypatch.setenv('MPCOURSE_SEED', '2')
+    other = compare(['fp32'], 1, 'relu_mlp', store=tmp_path, **QUICK)
+    assert len(calls) == 4 and other['loss'][0] != few['loss'][0], 'another draw is another training'
+
+
 def test_another_request_is_another_file(tmp_path):
     a = compare('fp32', 1, 'relu_mlp', store=tmp_path, **QUICK)
     b = compare('fp32', 1, 'relu_mlp', store=tmp_path, **QUICK | dict(steps=3))
@@ -73,7 +84,7 @@ def test_another_request_is_another_file(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2, 'nothing is trained for a wrong request'
 
 
-def test_workers_find_the_study(tmp_path):
+def test_workers_in_other_processes(tmp_path):
     got = compare(['fp32', 'torch'], 1, 'relu_mlp', store=tmp_path, steps=3, workers=2, progress=False)
     assert len(got) == 2 and got['loss'].notna().all()
 
@@ -85,8 +96,8 @@ def test_the_table_tells_who_gave_up():
 
 
 def test_what_is_told_of_a_training():
-    v = bakeoff_study('deep_sigmoid: fp16: 20', 0)
+    v = measure_scheme('fp16', steps=20)
     assert v['zeros'] > v['zeros_fp32'] + .1 and v['log2_scale'] == 0 and not v['converged'] and v['skipped'] == 0
-    v = bakeoff_study('relu_mlp: fp32', 0)
+    v = measure_scheme('fp32', toy='relu_mlp')
     assert v['converged'] and v['zeros'] == v['zeros_fp32'] and v['acc'] > .9
-    assert bakeoff_study('relu_mlp: megatron: 5', 0)['skipped'] > 2                # from 2^32 it has to come down first
+    assert measure_scheme('megatron', 0, 'relu_mlp', 5)['skipped'] > 2                # from 2^32 it has to come down first

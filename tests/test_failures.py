@@ -3,9 +3,9 @@ import math
 
 import numpy as np, pytest, torch
 from mpcourse.formats import e4m3, e5m2, fp16, get_format
-from mpcourse.failures import (VANISHED, activation_peaks, adam_eps, adam_first_step, adam_gap, exploded_activations, flushed,
+from mpcourse.failures import (activation_peaks, adam_eps, adam_first_step, adam_gap, exploded_activations, flushed,
                                gradients, scale_report, store_in, swallowed, swallowed_updates, textbook_cross_entropy, until_bad,
-                               vanished_gradients, vanished_study)
+                               vanished_gradients)
 from mpcourse.toys import TOYS, batches, get_toy, half_pass, plain_step, relu_mlp, train_toy
 
 pytestmark = pytest.mark.library
@@ -141,12 +141,6 @@ def test_a_scale_too_large_ends_the_run():
 
 def test_until_bad():
     assert [until_bad(0, {'loss': torch.tensor(v)}) for v in (1., math.inf, math.nan)] == [False, True, True]
-
-
-def test_the_study_knows_its_rows():
-    assert vanished_study.rows == tuple(VANISHED) and len(vanished_study.seeds) == 10
-    got = vanished_study('fp16, loss x 2^20', 0)
-    assert not got['learnt'] and math.isnan(got['loss'])
 
 
 @pytest.mark.parametrize('fmt', [fp16, e5m2, get_format('bf16')])

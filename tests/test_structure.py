@@ -99,19 +99,10 @@ def test_imports_are_of_public_names(module):
     assert not private, f'{module} takes what is another module\'s own: {private}'
 
 
-def is_study(node): return any('study' in ast.unparse(d) for d in node.decorator_list)
-
-
 @sources
 def test_toys_are_imported_by_few(module):
     if module in MAY_USE_TOYS or module in TOOLS: return
-    top = tree(module)
-    for n in ast.walk(top):
-        if isinstance(n, ast.FunctionDef) and is_study(n): n.body = [ast.Pass()]
-    # the decorator itself has to be there before a study can be declared
-    top.body = [n for n in top.body if not (isinstance(n, ast.ImportFrom) and n.module == 'toys'
-                                            and [a.name for a in n.names] == ['study'])]
-    assert 'toys' not in internal_imports(top), f'{module} may import toys inside its study functions only'
+    assert 'toys' not in internal_imports(tree(module)), f'{module} imports toys, which are for chapters and studies'
 
 
 @sources

@@ -703,37 +703,6 @@ def test_a_switch_takes_the_old_scalers_hooks_and_gradients():
     assert all(p.isfinite().all() for p in learn.model.parameters())
 
 
-# ---------------------------------------------------------------- the storm of chapter 15
-@pytest.mark.parametrize('crew, skipped, end', [('torch', 10, 2.**6), ('static 2^16', 10, 2.**16), ('floor 2^12', 10, 2.**12), ('start 2^24', 10, 2.**14),
-                                                ('Megatron', 10, 2.**7), ('BF16', 0, 1.), ('FP32', 0, 1.), ('ALS, saturating', 0, None)])
-def test_crews_in_the_storm(crew, skipped, end):
-    "Ten bad batches from step 30 on cost what they cost each crew; the collector sees the steps that it should"
-    from mpcourse import toys
-    from mpcourse.als import clip_storm, first_warning, looked_at
-    frame, h = clip_storm(toys, crew, 30, steps=43)
-    lost = [i for i,s in enumerate(h['skipped']) if s]
-    assert lost == list(range(30, 40))[:skipped] and len(h['loss']) == 43 and (end is None or h['scale'][-1] == end)
-    assert sorted(set(frame.step)) == sorted(s for s in looked_at(30) if s < 43) and frame.flushed.isna().all() == (crew == 'FP32')
-    if crew != 'FP32': assert (first_warning(frame) == 40) == (crew in ('torch', 'Megatron'))
-
-
-def test_a_shorter_flight_is_the_beginning_of_a_longer_one():
-    from mpcourse import toys
-    from mpcourse.als import clip_storm
-    (_, a), (_, b) = (clip_storm(toys, 'torch', 5, seed=1, steps=n) for n in (12, 20))
-    assert a['loss'][:5] == b['loss'][:5] and a['scale'] == b['scale'][:12] and sum(a['skipped']) == 7
-    cnn, h = clip_storm(toys, 'torch', 5, toy='cnn', steps=20)
-    assert sum(h['skipped']) == 10 and '0.weight' in set(cnn.name)
-
-
-def test_first_warning():
-    from mpcourse.als import first_warning
-    import pandas as pd
-    assert first_warning(pd.DataFrame(rows([0., 0., 0., .5, .5, .5]))) == 3 and first_warning(pd.DataFrame(rows([.004]*9))) != first_warning(pd.DataFrame(rows([.9]*9)))
-    late = rows([0.]*40 + [.04, .05, .06, .07, .09, .1, .1, .1])
-    assert first_warning(pd.DataFrame(late)) == 46 and first_warning(pd.DataFrame(late), window=10**6) != 46       # a long calm hides it
-
-
 @pytest.mark.parametrize('again', [False, True], ids=['', 'checkpointed'])
 def test_under_autocast(again):
     "The FP32 copies of half gradients keep their record, also where a block is computed twice: as the probe says"

@@ -1,5 +1,5 @@
 """Layers that are torch's but for their ops, a conversion that refuses what it does not know, blocks and models of unit scale."""
-import ast, copy, inspect, io
+import copy, io
 from dataclasses import replace
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
@@ -12,7 +12,7 @@ from mpcourse.half import cast_policy, is_norm
 from mpcourse.toys import TOYS, TwoTowers, char_transformer, cnn, contrastive, deep_sigmoid, predict, relu_mlp, two_towers
 from mpcourse.unit import assert_true_directions, unit_cross_entropy
 from mpcourse.unit_models import (KINDS_OF_MODEL, UNIT_LAYERS, CharModel, UnitAttention, UnitFFN, UnitLayer, UnitLinear, UnitReadout,
-                                  UnitResidual, UnitRNN, UnitTwoTowers, unit_res_block, unit_scale, unit_sweep, unit_transformer_layer, unit_window)
+                                  UnitResidual, UnitRNN, UnitTwoTowers, unit_res_block, unit_scale, unit_transformer_layer)
 
 pytestmark = pytest.mark.library
 
@@ -576,79 +576,3 @@ def test_factors_of_a_two_layer_net_are_as_the_exercise_counts_them():
     with Factors() as c: y.backward(torch.ones_like(y))
     assert c.n == t*(2*h + d) + 2*d*h
     UM.check_ffn_overhead(lambda t, d, h: (2*t*(2*h + d) + 2*d*h)/(6*t*d*h))
-
-
-# --- the studies ---
-
-@pytest.mark.parametrize('s', [unit_sweep, unit_window], ids=lambda s: s.name)
-def test_studies_name_the_modules_that_they_import(s):
-    found = {a.name for n in ast.walk(ast.parse(inspect.getsource(s.func))) if isinstance(n, ast.ImportFrom) for a in n.names}
-    assert found == {'toys', 'monitor'} and found < set(s.modules)
-    assert {'unit', 'unit_models', 'emulate'} < set(s.modules)
-
-
-def test_rows_of_the_sweep():
-    assert len(unit_sweep.rows) == len(set(unit_sweep.rows)) == 4*16 and len(unit_sweep.seeds) >= 3 and len(unit_window.seeds) >= 3
-    assert not any('long' in r and ('unit' in r) for r in UM.CHAR_ROWS) and 'regular × 2^11 in FP32' not in UM.CHAR_ROWS
-    assert 0 in UM.CHAR_SCALES
-    for r in UM.CHAR_ROWS.values(): assert len(r) == 5
-
-
-def short(row, kind='pre-norm', steps=25):
-    from mpcourse import underflow
-    return UM._train_char_model(toys, underflow, kind, *UM.CHAR_ROWS[row], 0, steps)
-
-
-def test_what_is_flushed_is_counted():
-    lost = {f: short(f'{f} in FP16, long mean') for f in ('regular', 'regular × 2^11')} | {'unit-scaled': short('unit-scaled in FP16')}
-    for kind in ('weight_grad', 'activation_grad'):
-        assert lost['regular'][kind] > .5 > .1 > lost['regular × 2^11'][kind] >= 0 and lost['unit-scaled'][kind] < .01
-    assert short('regular in FP32')['weight_grad'] == 0
-
-
-def test_a_run_in_all_half_is_one():
-    "The regular form's v underflows; FP32 moments would hide it"
-    lost = short('regular in all FP16, ε 1e-7')
-    assert all(v != v for v in lost.values()) and short('regular in FP16')['loss'] < 5
-
-
-def test_zeros_of_fp32_do_not_count():
-    "Rows of the embedding for characters that did not occur are zero in FP32, too"
-    from mpcourse import underflow
-    found, model = {}, CharModel('RNN', context=32)
-    step = UM._counting(underflow, fast_half()(toys.half_pass(torch.float16)), 0, found)
-    step(model, torch.randint(10, (16, 32)), torch.randint(10, (16, 32)), torch.optim.SGD(model.parameters(), .0), unit_cross_entropy)
-    z = found['weight_grad']
-    assert z.structural > 80*64 and z.share < .01 and z.total == sum(p.numel() for p in model.parameters())
-    step(model, torch.randint(10, (16, 32)), torch.randint(10, (16, 32)), torch.optim.SGD(model.parameters(), .0), unit_cross_entropy)
-    assert found['weight_grad'].total == 2*z.total, 'steps add up'
-    assert not any(m._forward_hooks for m in model.modules())
-
-
-def test_counting_changes_no_result():
-    from mpcourse import underflow
-    def run(start):
-        torch.manual_seed(0)
-        model, found = CharModel(context=32), {}
-        step = UM._counting(underflow, fast_half()(toys.half_pass(torch.float16)), start, found)
-        hist = toys.fit(model, toys.batches(toys.char_text(32), 4, 4), torch.optim.Adam(model.parameters(), .01), unit_cross_entropy, step)
-        return hist['loss'], bool(found)
-    (a, none), (b, some) = run(4), run(1)
-    assert a == b and some and not none
-
-
-def test_all_half_is_all_half():
-    model = CharModel(context=32).half()
-    opt = torch.optim.Adam(model.parameters(), .01, eps=1e-6)
-    UM._all_half(1.)(model, torch.randint(96, (4, 32)), torch.randint(96, (4, 32)), opt, unit_cross_entropy)
-    for p in model.parameters():
-        assert p.dtype is p.grad.dtype is opt.state[p]['exp_avg'].dtype is opt.state[p]['exp_avg_sq'].dtype is torch.float16 and p.isfinite().all()
-
-
-def test_the_default_epsilon_breaks_every_form_in_half():
-    for form, (unit, _, scale) in UM.CHAR_FORMS.items():
-        for eps, breaks in ((1e-8, True), (1e-6, False)):
-            with toys.seeded(0): model = CharModel(unit=unit, context=32).half()
-            opt = torch.optim.Adam(model.parameters(), .01, (.9, .99), eps)
-            UM._all_half(scale)(model, *next(iter(toys.batches(toys.char_text(32), 16, 1))), opt, unit_cross_entropy if unit else toys.cross_entropy)
-            assert breaks == (not all(p.isfinite().all() for p in model.parameters())), (form, eps)

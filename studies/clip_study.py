@@ -1,0 +1,115 @@
+"""Who brings the two towers through the storm, which layers go dark, and who was warned? (chapter 21)
+
+A row is a policy (a crew) and the step at which ten bad batches begin; a collector looks at the gradients.
+The small CNN flies through the same storm. Learnt: the loss ends below 1.5 (the CNN's below .1).
+"""
+from contextlib import nullcontext
+from functools import partial
+from math import log2, nan
+
+import pandas as pd
+import torch
+
+from mpcourse.als import ALSScaler
+from mpcourse.dynamic import DynamicScaler
+from mpcourse.monitor import TensorCollector
+from mpcourse.policies import MegatronScaler, get_policy
+from mpcourse.scaler import StaticScaler
+from mpcourse.simulator import fp32_step, spoil, spoil_batches
+from mpcourse.step import MixedStep
+from mpcourse.tensorcore import fast_half
+from mpcourse.toys import batches, fit, get_toy
+from mpcourse.underflow import count_flushed, trend_of, underflow_rates
+
+
+def grow(start=2.**16, interval=2000, **kw):
+    "Torch's policy, tuned"
+    return lambda: DynamicScaler(start, growth_interval=interval, **kw)
+
+
+CREWS = {'FP32': None, 'BF16': lambda: StaticScaler(1.), 'torch': grow(), 'start 2^24': grow(2.**24),
+         'interval 100': grow(interval=100), 'interval 10': grow(interval=10),
+         'interval 1': grow(interval=1), 'Megatron': lambda: MegatronScaler(2.**16),
+         'metaseq': lambda: get_policy('metaseq', init_scale=2.**16), 'floor 2^12': grow(floor=2.**12),
+         'static 2^16': lambda: StaticScaler(2.**16), 'ALS': ALSScaler,
+         'ALS, saturating': partial(ALSScaler, saturate=True)}
+STORMS = {'calm': None, 'at 30': 30, 'at 300': 300}
+ROWS = {f'{crew}, {when}': (crew, at) for crew in CREWS for when, at in STORMS.items()}
+ROWS |= {'CNN, calm': ('torch', None), 'CNN, at 30': ('torch', 30)}
+SEEDS = range(5)
+WATCHED = tuple(f'image.{k}.weight' for k in range(1, 14, 2)) + ('words.1.weight',)
+
+
+def crew_step(name):
+    "The step of a crew, and its scaler"
+    if name == 'FP32': return fp32_step(1.), None
+    scaler, how = CREWS[name](), 'saturate' if 'saturating' in name else 'inf'
+    if name == 'BF16': return MixedStep(scaler, torch.bfloat16, nullcontext, clip=1.), scaler
+    return MixedStep(scaler, torch.float16, partial(fast_half, how), clip=1.), scaler
+
+
+def looked_at(at=None):
+    "When the collector looks: every 20 steps; with a storm every 10 around its beginning, and every 60"
+    if at is None: return frozenset(range(0, 600, 20))
+    return frozenset(range(at - 30, at + 60, 10)) | frozenset(range(0, 600, 60)) | {590}
+
+
+def clip_storm(crew, at=None, seed=0, toy='two_towers', steps=None):
+    "One training with a collector: its frame, and the history with the loss as if nothing had divided it"
+    divide = 1024. if toy == 'two_towers' else 1.
+    toy, (step, scaler) = get_toy(toy), crew_step(crew)
+    steps = steps or toy.steps
+    bad = [at is not None and at <= i < at + 10 for i in range(steps)]
+    model = toy.model(seed)
+    data = spoil_batches(batches(toy.data(), toy.bs, steps, seed), bad, spoil, seed)
+    rows, opt = [], toy.opt(model.parameters())
+    with TensorCollector(model, schedule=looked_at(at), kinds=('weight_grad',),
+                         stats=('zeros', 'flushed', 'overflow'), scaler=scaler,
+                         flush=None if scaler is None else count_flushed()) as c:
+        def look(i, rec):
+            c.step()
+            rows.append({k: float(rec[k]) for k in ('loss', 'scale', 'skipped')})
+        fit(model, data, opt, lambda p, y: toy.loss_func(p, y)/divide, step, toy.schedule(toy.steps), look)
+    return c.frame(), {k: [r[k]*(divide if k == 'loss' else 1) for r in rows] for k in rows[0]}
+
+
+def first_warning(frame, window=30):
+    "The step at which chapter 20's verdict would first have been 'warn'; NaN if it never was"
+    rates = underflow_rates(frame).mean(axis=1)
+    for n in range(3, len(rates) + 1):
+        verdict = trend_of(rates.to_numpy()[max(0, n - window):n], .01, .05)[0]
+        if verdict == 'warn': return float(rates.index[n - 1])
+    return nan
+
+
+def shares(frame, step, what):
+    "A statistic of the watched layers in the last finite collection up to a step"
+    df = frame[(frame.step <= step) & (frame.overflow == 0) & frame.name.isin(WATCHED)]
+    last = df.groupby('name', sort=False)[what].last()
+    return {n: float(last.get(n, nan)) for n in WATCHED}
+
+
+def moves_at(losses, below=2.2):
+    "The first step from which the mean of ten losses lies below a guesser's; NaN if it never does"
+    mean = pd.Series(losses).rolling(10).mean()
+    return float((mean < below).idxmax()) if (mean < below).any() else nan
+
+
+def run(row, seed):
+    "Loss, whether it learnt, steps lost, scales, when the verdict came and the loss moved, shares of layers"
+    (crew, at), cnn = ROWS[row], row.startswith('CNN')
+    frame, h = clip_storm(crew, at, seed, 'cnn' if cnn else 'two_towers')
+    loss, log = sum(h['loss'][-20:])/20, [log2(s) for s in h['scale']]
+    out = dict(loss=loss, learnt=loss < (.1 if cnn else 1.5), skipped=sum(h['skipped']), lowest=min(log),
+               end=log[-1], moves=moves_at(h['loss']), warned=nan if crew == 'FP32' else first_warning(frame))
+    if cnn: return out
+    after = (30 if at is None else at) + 30
+    for what in ('zeros',) if crew == 'FP32' else ('zeros', 'flushed'):
+        for when, step in (('before', after - 31), ('after', after), ('end', 600)):
+            out |= {f'{what} {when} {n}': v for n, v in shares(frame, step, what).items()}
+    return out
+
+
+if __name__ == '__main__':
+    from runner import main
+    main(run, ROWS, SEEDS)

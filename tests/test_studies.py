@@ -1,0 +1,296 @@
+"Studies: each JSON beside its script, the runner, what a chapter looks up; and the helpers that only studies use"
+import ast, json, math, os, shutil, signal, subprocess, sys, time
+from pathlib import Path
+
+import pandas as pd, pytest, torch
+from conftest import ROOT
+
+from mpcourse import toys
+from mpcourse.tensorcore import fast_half
+from mpcourse.toys import Study, study
+from mpcourse.unit import unit_cross_entropy
+from mpcourse.unit_models import CharModel
+
+FOLDER = ROOT/'studies'
+NAMES = sorted(f.stem for f in FOLDER.glob('*.json'))
+
+
+def internal(path): return [n.module for n in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(n, ast.ImportFrom)]
+
+
+# --- what is stored ---
+
+def test_every_result_lies_beside_its_script():
+    scripts = {f.stem for f in FOLDER.glob('*.py')} - {'runner'}
+    assert len(NAMES) >= 15 and set(NAMES) == scripts, 'a script without its result, or a result without its script'
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_result_is_whole(name):
+    doc, s = json.loads((FOLDER/f'{name}.json').read_text(encoding='utf-8')), study(name)
+    assert list(doc) == ['study', 'command', 'rows', 'seeds', 'machine', 'results'] and doc['study'] == name
+    assert doc['command'] == f'python studies/{name}.py' and 'torch' in doc['machine']
+    assert s.rows == list(s.module.ROWS) and s.seeds == list(s.module.SEEDS), 'the script asks for something else now: run it'
+    assert [(r['row'], r['seed']) for r in s.results] == [(row, k) for k in s.seeds for row in s.rows]
+    assert all(set(r) == {'row', 'seed', 'seconds', 'value'} and r['value'] for r in s.results)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_script_says_what_it_asks(name):
+    tree = ast.parse((FOLDER/f'{name}.py').read_text(encoding='utf-8'))
+    assert '?' in ast.get_docstring(tree).splitlines()[0]
+    run, = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == 'run']
+    assert ast.get_docstring(run) and [a.arg for a in run.args.args] == ['row', 'seed']
+
+
+def test_the_library_knows_no_study():
+    for f in (ROOT/'mpcourse').glob('*.py'): assert not {'studies', 'runner', *NAMES} & set(internal(f)), f.name
+    assert (ROOT/'setup.py').read_text().count("find_packages(include=[cfg['lib_path']") == 1 and 'studies' not in (ROOT/'MANIFEST.in').read_text()
+
+
+@pytest.mark.parametrize('name, row', [('rain_study', 'torch'), ('bakeoff_study', 'deep_sigmoid: fp32'), ('als_table', 'FP32')])
+def test_a_stored_row_again(name, row):
+    s = study(name)
+    found = s.run(row, s.seeds[0])
+    assert set(found) == set(s.results[0]['value'])
+    assert {k: v for k, v in s.misses(row, found).items() if not k.startswith('ms')} == {}
+
+
+# --- what a chapter looks up ---
+
+def write(folder, values, name='one'):
+    rows = [dict(row=row, seed=k, seconds=0, value=dict(x=v)) for row, vs in values.items() for k, v in enumerate(vs)]
+    n = max(map(len, values.values()))
+    (folder/f'{name}.json').write_text(json.dumps(dict(rows=list(values), seeds=list(range(n)), results=rows)))
+    return Study(folder/f'{name}.json')
+
+
+def test_a_table_has_lowest_median_highest(tmp_path):
+    s = write(tmp_path, dict(a=[3., 1., 2.], b=[math.nan, 1., 2., 3.]))
+    assert s.table()['a'] == dict(x=(1, 2, 3)) and s.values('a', 'x') == [3, 1, 2]
+    low, mid, high = s.table()['b']['x']
+    assert (low, mid) == (1, 2) and math.isnan(high), 'NaN is the worst of a spread'
+
+
+@pytest.mark.parametrize('stored, fits, misses', [
+    ([1., 2.], [0., 1.5, 3.], [-.1, 3.1, math.nan, math.inf]), ([10., 10.], [9., 10., 11.], [8.9, 11.1]), ([0., 0.], [0.], [1., -1.]),
+    ([1., math.nan], [1., 50., math.nan], []), ([math.nan]*2, [math.nan], [1., -math.inf]), ([-math.inf]*2, [-math.inf], [0., math.nan])])
+def test_a_fresh_number_misses_the_stored_ones(tmp_path, stored, fits, misses):
+    s = write(tmp_path, dict(a=stored))
+    for v in fits: assert s.misses('a', dict(x=v)) == {}, v
+    for v in misses: assert set(s.misses('a', dict(x=v))) == {'x'}, v
+
+
+def test_the_source_is_shown_folded():
+    text = study('rain_study').source().data
+    assert text.startswith('<details><summary>studies/rain_study.py</summary>\n\n```python\n') and text.endswith('```\n\n</details>')
+    assert (FOLDER/'rain_study.py').read_text(encoding='utf-8') in text
+
+
+def test_a_name_that_is_none():
+    with pytest.raises(ValueError, match="'chess'.* als_reach"): study('chess')
+
+
+def test_outside_a_clone(tmp_path):
+    shutil.copytree(ROOT/'mpcourse', tmp_path/'mpcourse', ignore=shutil.ignore_patterns('__pycache__'))
+    code = 'import mpcourse; print(mpcourse.__file__)\nfrom mpcourse.toys import study\nstudy("rain_study")'
+    res = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env={**os.environ, 'PYTHONPATH': str(tmp_path)}, capture_output=True, text=True)
+    assert str(tmp_path) in res.stdout and res.returncode == 1
+    last = res.stderr.strip().splitlines()[-1]
+    assert last.startswith('FileNotFoundError: ') and 'clone' in last and last.count('.') == 1
+
+
+# --- the runner ---
+
+SCRIPT = '''"Is it slow?"
+import os, time
+from pathlib import Path
+ROWS, SEEDS = ('a', 'b'), range(4)
+HERE = Path(__file__).parent
+
+def run(row, seed):
+    with (HERE/'log').open('a') as f: f.write(f'{row}{seed} ')
+    (HERE/f'pid{os.getpid()}').touch()
+    time.sleep({pause})
+    assert (row, seed) != {bad}, 'no luck.'
+    return dict(x=seed + (row == 'b')/2)
+
+if __name__ == '__main__':
+    from runner import main
+    main(run, ROWS, SEEDS)
+'''
+
+
+@pytest.fixture
+def slow(tmp_path):
+    "A study of eight tasks in a folder of its own; a call starts it"
+    shutil.copy(FOLDER/'runner.py', tmp_path)
+    def start(*args, pause=0., bad=None, **env):
+        (tmp_path/'slow.py').write_text(SCRIPT.replace('{pause}', str(pause)).replace('{bad}', repr(bad)))
+        clean = {k: v for k, v in os.environ.items() if k != 'MPCOURSE_SEED'}
+        return subprocess.Popen([sys.executable, tmp_path/'slow.py', *args], env={**clean, 'PYTHONPATH': str(ROOT), **env},
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return start
+
+
+def finish(proc):
+    out, err = proc.communicate()
+    return proc.returncode, out + err
+
+
+def log(folder): return (folder/'log').read_text().split() if (folder/'log').exists() else []
+def files(folder): return {f.name for f in folder.glob('slow.*')} - {'slow.py'}
+
+
+def alive(pid):
+    stat = Path(f'/proc/{pid}/stat')
+    return stat.exists() and stat.read_text().rpartition(')')[2].split()[0] != 'Z'
+
+
+def test_a_run_stores_everything(slow, tmp_path):
+    assert finish(slow('--workers', '2'))[0] == 0 and files(tmp_path) == {'slow.json'}
+    doc = json.loads((tmp_path/'slow.json').read_text())
+    assert [(r['row'], r['seed']) for r in doc['results']] == [(row, k) for k in range(4) for row in 'ab']
+    assert all(r['value'] == {'x': r['seed'] + (r['row'] == 'b')/2} for r in doc['results'])
+    assert doc['command'] == 'python studies/slow.py' and str(tmp_path) not in json.dumps(doc) and 'torch' in doc['machine']
+    assert Study(tmp_path/'slow.json').table() == {'a': {'x': (0, 1, 3)}, 'b': {'x': (.5, 1.5, 3.5)}}
+    assert sorted(log(tmp_path)) == sorted(f'{r}{k}' for r in 'ab' for k in range(4))
+
+
+def test_a_killed_run_goes_on_where_it_stopped(slow, tmp_path):
+    part, proc = tmp_path/'slow.partial.json', slow('--workers', '2', pause=.4)
+    end = time.time() + 300
+    while time.time() < end and not (part.exists() and len(json.loads(part.read_text())['results']) >= 2): time.sleep(.05)
+    os.kill(proc.pid, signal.SIGKILL); proc.communicate()
+    kept = json.loads(part.read_text())['results']
+    assert 2 <= len(kept) < 8 and files(tmp_path) == {'slow.partial.json'}
+    end = time.time() + 100
+    while time.time() < end and any(alive(f.name[3:]) for f in tmp_path.glob('pid*')): time.sleep(.05)
+    assert not [f.name for f in tmp_path.glob('pid*') if alive(f.name[3:])], 'the workers end with their parent'
+    started = len(log(tmp_path))
+    assert finish(slow())[0] == 0 and files(tmp_path) == {'slow.json'}
+    done = {f"{r['row']}{r['seed']}" for r in kept}
+    assert sorted(log(tmp_path)[started:]) == sorted({f'{r}{k}' for r in 'ab' for k in range(4)} - done)
+    results = json.loads((tmp_path/'slow.json').read_text())['results']
+    assert len(results) == 8 and all(r in results for r in kept)
+
+
+def test_a_part_waits_for_the_rest(slow, tmp_path):
+    code, said = finish(slow('--rows', 'b', '--seeds', '0', '3'))
+    assert code == 0 and 'waits for the rest' in said and files(tmp_path) == {'slow.partial.json'}
+    assert sorted(log(tmp_path)) == ['b0', 'b3']
+    other = json.loads((tmp_path/'slow.partial.json').read_text()) | dict(machine='another one')
+    (tmp_path/'slow.partial.json').write_text(json.dumps(other))
+    assert finish(slow())[0] == 0 and len(log(tmp_path)) == 2 + 8, 'two machines in one file'
+
+
+def test_a_failing_task_is_named_and_the_rest_kept(slow, tmp_path):
+    code, said = finish(slow('--workers', '1', bad=('b', 1)))
+    assert code == 1 and "Row 'b', seed 1: AssertionError: no luck." in said
+    assert files(tmp_path) == {'slow.partial.json'} and len(json.loads((tmp_path/'slow.partial.json').read_text())['results']) == 3
+
+
+@pytest.mark.parametrize('args, env, said', [((), dict(MPCOURSE_SEED='0'), 'MPCOURSE_SEED'), (('--rows', 'c'), {}, "'c'"), (('--seeds', '9'), {}, '9')])
+def test_what_it_refuses(slow, tmp_path, args, env, said):
+    code, text = finish(slow(*args, **env))
+    assert code == 2 and said in text and not log(tmp_path) and not files(tmp_path)
+
+
+# --- helpers of the storm ---
+
+def rows(rates): return [dict(step=i, name=n, kind='weight_grad', flushed=r) for i, r in enumerate(rates) for n in 'ab']
+
+
+@pytest.mark.parametrize('crew, skipped, end', [('torch', 10, 2.**6), ('static 2^16', 10, 2.**16), ('floor 2^12', 10, 2.**12), ('start 2^24', 10, 2.**14),
+                                                ('Megatron', 10, 2.**7), ('BF16', 0, 1.), ('FP32', 0, 1.), ('ALS, saturating', 0, None)])
+def test_crews_in_the_storm(crew, skipped, end):
+    "Ten bad batches from step 30 on cost what they cost each crew; the collector sees the steps that it should"
+    clip = study('clip_study').module
+    frame, h = clip.clip_storm(crew, 30, steps=43)
+    lost = [i for i,s in enumerate(h['skipped']) if s]
+    assert lost == list(range(30, 40))[:skipped] and len(h['loss']) == 43 and (end is None or h['scale'][-1] == end)
+    assert sorted(set(frame.step)) == sorted(s for s in clip.looked_at(30) if s < 43) and frame.flushed.isna().all() == (crew == 'FP32')
+    if crew != 'FP32': assert (clip.first_warning(frame) == 40) == (crew in ('torch', 'Megatron'))
+
+
+def test_a_shorter_flight_is_the_beginning_of_a_longer_one():
+    clip = study('clip_study').module
+    (_, a), (_, b) = (clip.clip_storm('torch', 5, seed=1, steps=n) for n in (12, 20))
+    assert a['loss'][:5] == b['loss'][:5] and a['scale'] == b['scale'][:12] and sum(a['skipped']) == 7
+    cnn, h = clip.clip_storm('torch', 5, toy='cnn', steps=20)
+    assert sum(h['skipped']) == 10 and '0.weight' in set(cnn.name)
+
+
+def test_first_warning():
+    clip = study('clip_study').module
+    assert clip.first_warning(pd.DataFrame(rows([0., 0., 0., .5, .5, .5]))) == 3 and clip.first_warning(pd.DataFrame(rows([.004]*9))) != clip.first_warning(pd.DataFrame(rows([.9]*9)))
+    late = rows([0.]*40 + [.04, .05, .06, .07, .09, .1, .1, .1])
+    assert clip.first_warning(pd.DataFrame(late)) == 46 and clip.first_warning(pd.DataFrame(late), window=10**6) != 46       # a long calm hides it
+
+
+# --- helpers of the character models ---
+
+@pytest.fixture(autouse=True)
+def drawn():
+    "Random numbers from one seed"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def short(row, kind='pre-norm', steps=25):
+    sweep = study('unit_sweep').module
+    return sweep.train(kind, *sweep.PAIRS[row], 0, steps)
+
+
+def test_what_is_flushed_is_counted():
+    lost = {f: short(f'{f} in FP16, long mean') for f in ('regular', 'regular × 2^11')} | {'unit-scaled': short('unit-scaled in FP16')}
+    for kind in ('weight_grad', 'activation_grad'):
+        assert lost['regular'][kind] > .5 > .1 > lost['regular × 2^11'][kind] >= 0 and lost['unit-scaled'][kind] < .01
+    assert short('regular in FP32')['weight_grad'] == 0
+
+
+def test_a_run_in_all_half_is_one():
+    "The regular form's v underflows; FP32 moments would hide it"
+    lost = short('regular in all FP16, ε 1e-7')
+    assert all(v != v for v in lost.values()) and short('regular in FP16')['loss'] < 5
+
+
+def test_zeros_of_fp32_do_not_count():
+    "Rows of the embedding for characters that did not occur are zero in FP32, too"
+    found, model = {}, CharModel('RNN', context=32)
+    step = study('unit_sweep').module.counting(fast_half()(toys.half_pass(torch.float16)), 0, found)
+    step(model, torch.randint(10, (16, 32)), torch.randint(10, (16, 32)), torch.optim.SGD(model.parameters(), .0), unit_cross_entropy)
+    z = found['weight_grad']
+    assert z.structural > 80*64 and z.share < .01 and z.total == sum(p.numel() for p in model.parameters())
+    step(model, torch.randint(10, (16, 32)), torch.randint(10, (16, 32)), torch.optim.SGD(model.parameters(), .0), unit_cross_entropy)
+    assert found['weight_grad'].total == 2*z.total, 'steps add up'
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_counting_changes_no_result():
+    def run(start):
+        torch.manual_seed(0)
+        model, found = CharModel(context=32), {}
+        step = study('unit_sweep').module.counting(fast_half()(toys.half_pass(torch.float16)), start, found)
+        hist = toys.fit(model, toys.batches(toys.char_text(32), 4, 4), torch.optim.Adam(model.parameters(), .01), unit_cross_entropy, step)
+        return hist['loss'], bool(found)
+    (a, none), (b, some) = run(4), run(1)
+    assert a == b and some and not none
+
+
+def test_all_half_is_all_half():
+    model = CharModel(context=32).half()
+    opt = torch.optim.Adam(model.parameters(), .01, eps=1e-6)
+    study('unit_sweep').module.all_half(1.)(model, torch.randint(96, (4, 32)), torch.randint(96, (4, 32)), opt, unit_cross_entropy)
+    for p in model.parameters():
+        assert p.dtype is p.grad.dtype is opt.state[p]['exp_avg'].dtype is opt.state[p]['exp_avg_sq'].dtype is torch.float16 and p.isfinite().all()
+
+
+def test_the_default_epsilon_breaks_every_form_in_half():
+    for form, (unit, _, scale) in study('unit_sweep').module.FORMS.items():
+        for eps, breaks in ((1e-8, True), (1e-6, False)):
+            with toys.seeded(0): model = CharModel(unit=unit, context=32).half()
+            opt = torch.optim.Adam(model.parameters(), .01, (.9, .99), eps)
+            study('unit_sweep').module.all_half(scale)(model, *next(iter(toys.batches(toys.char_text(32), 16, 1))), opt, unit_cross_entropy if unit else toys.cross_entropy)
+            assert breaks == (not all(p.isfinite().all() for p in model.parameters())), (form, eps)
