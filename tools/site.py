@@ -146,7 +146,7 @@ def build(
     with tempfile.TemporaryDirectory() as tmp:
         tmp = Path(tmp).resolve()
         copy_project(tmp, runs)
-        nbdev, env = Path(sys.executable).parent/'nbdev_docs', {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(tmp)}
+        nbdev, env = Path(sys.executable).parent/'nbdev_docs', {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(tmp), 'PYTHONWARNINGS': 'ignore'}
         code = subprocess.run([nbdev], cwd=tmp, env=env).returncode
         if code or not (tmp/'_docs/index.html').exists():
             return f'Quarto did not finish (exit code {code}): its messages stand above.'
@@ -192,6 +192,7 @@ def finish_page(page):
         if href == m[1]: return m[0].replace('#LNone', '')
         return m[0].replace(m[1], href) if is_alive(href, page) else m[2]
     text = FOR_REQUIRE.sub('', FROM_OUTSIDE.sub('', page.read_text(encoding='utf-8')))
+    text = re.sub(rf'\[(`[^`]+`)\]\({re.escape(host())}[^)]*\)', r'\1', text)  # nbdev's links in the comments of signatures
     page.write_text(LINK.sub(local, text), encoding='utf-8')
 
 
