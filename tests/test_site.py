@@ -217,7 +217,7 @@ def small_site(course_pages, tmp_path_factory):
 
 
 pages_of_site = pytest.mark.parametrize('name', ['index', 'formats', 'failures', 'all'])
-slow = [pytest.mark.browser, pytest.mark.timeout(600)]
+slow = [pytest.mark.browser, pytest.mark.timeout(1800)]
 
 
 def open_page(browser, path):
