@@ -167,6 +167,12 @@ def test_links_to_names_are_local_or_plain_text(tmp_path):
     assert SITE.dead_links(tmp_path) == ['a.html: b.html#two']
 
 
+def test_signatures_hold_no_markdown(tmp_path):
+    (tmp_path/'a.html').write_text(f'<span># for [`fit`]({SITE.host()}toys.html#fit), and [`x`](y)</span>')
+    SITE.finish(tmp_path)
+    assert (tmp_path/'a.html').read_text() == '<span># for `fit`, and [`x`](y)</span>'
+
+
 def test_scripts_from_outside_are_taken_out(tmp_path):
     page = tmp_path/'a.html'
     page.write_text('''<script src="https://cdn.org/require.min.js" crossorigin="anonymous"></script>
@@ -211,7 +217,7 @@ def small_site(course_pages, tmp_path_factory):
 
 
 pages_of_site = pytest.mark.parametrize('name', ['index', 'formats', 'failures', 'all'])
-slow = [pytest.mark.browser, pytest.mark.timeout(600)]
+slow = [pytest.mark.browser, pytest.mark.timeout(1800)]
 
 
 def open_page(browser, path):

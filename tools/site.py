@@ -55,8 +55,8 @@ def site_source(
     if is_imports(plain): return fold(plain, 'Imports')
     if re.search(r'^def check_', plain, re.M): return fold(plain, 'The checker')
     if has(src, 'exporti'): return fold(plain, 'Code')
-    if has(src, 'export', 'exports'): return '#| exports\n#| classes: exported\n' + drop(plain, 'code-fold', 'code-summary')
-    return src
+    if not has(src, 'export', 'exports'): return src
+    return '#| exports\n#| classes: exported\n' + drop(plain, 'code-fold', 'code-summary')
 
 
 def html_output(html):
@@ -76,7 +76,8 @@ def site_output(out, state, no):
 def banner(nb):
     "What went wrong in a chapter, with links to the cells that failed"
     failed = [(i, o) for i,c in enumerate(nb.cells, 1) for o in c.get('outputs', []) if o.output_type == 'error']
-    items = [f'<a href="#failed-{i}">Cell {i}</a>: <code>{escape(f"{o.ename}: {o.evalue}"[:200])}</code>' for i,o in failed]
+    items = [f'<a href="#failed-{i}">Cell {i}</a>: <code>{escape(f"{o.ename}: {o.evalue}"[:200])}</code>'
+             for i,o in failed]
     items = items or [escape(nb.metadata.mpcourse.get('error', ''))]
     rows = ''.join(f'<li>{s}</li>' for s in items)
     html = f'<div class="failed" role="alert"><b>This chapter failed when the site was built</b><ul>{rows}</ul></div>'
@@ -141,8 +142,8 @@ def build(
     with tempfile.TemporaryDirectory() as tmp:
         tmp = Path(tmp).resolve()
         copy_project(tmp, runs)
-        nbdev, env = Path(sys.executable).parent/'nbdev_docs', {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(tmp)}
-        code = subprocess.run([nbdev], cwd=tmp, env=env).returncode
+        env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(tmp), 'PYTHONWARNINGS': 'ignore'}
+        code = subprocess.run([Path(sys.executable).parent/'nbdev_docs'], cwd=tmp, env=env).returncode
         if code or not (tmp/'_docs/index.html').exists():
             return f'Quarto did not finish (exit code {code}): its messages stand above.'
         finish(tmp/'_docs')
@@ -187,6 +188,8 @@ def finish_page(page):
         if href == m[1]: return m[0].replace('#LNone', '')
         return m[0].replace(m[1], href) if is_alive(href, page) else m[2]
     text = FOR_REQUIRE.sub('', FROM_OUTSIDE.sub('', page.read_text(encoding='utf-8')))
+    # nbdev also links names in the comments of signatures, where Markdown is not read
+    text = re.sub(rf'\[(`[^`]+`)\]\({re.escape(host())}[^)]*\)', r'\1', text)
     page.write_text(LINK.sub(local, text), encoding='utf-8')
 
 
