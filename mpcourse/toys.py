@@ -414,7 +414,7 @@ class Toy:
 _sgd, _adam = partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam
 TOYS = {t.name: t for t in (
     Toy('relu_mlp', 'does not mind FP16, whatever share of its gradient is zero', digits, relu_mlp, _sgd,
-        400, 64, (0, .1), (.93, 1)),
+        400, 64, (0, .2), (.93, 1)),
     Toy('cnn', 'convolutions and BatchNorm', digits, cnn, _sgd, 200, 64, (0, .05), (.96, 1)),
     Toy('deep_sigmoid', 'its gradients vanish in FP16', digits, deep_sigmoid, partial(_adam, lr=6e-3),
         600, 128, (.4, 1.5), (.35, 1)),

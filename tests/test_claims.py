@@ -149,11 +149,12 @@ def test_ten_seeds_give_ten_different_first_losses():
     by_chapter = {}
     for r in rows:
         if r['variation'].startswith('seed') and r['first']: by_chapter.setdefault(r['chapter'], []).append(tuple(r['first']))
-    assert len(by_chapter) > 10
+    assert len(by_chapter) > 10 and max(map(len, by_chapter.values())) > 1
+    by_chapter.pop('02_rounding', None)     # it trains nothing: its two backward passes are an example in fixed numbers
     for chapter, found in by_chapter.items(): assert len(set(found)) == len(found), f'{chapter}: the same losses under two seeds'
 
 
-@pytest.mark.parametrize('stem', ['04_failures', '11_step'])
+@pytest.mark.parametrize('stem', ['10_scaler', '13_checkpoint'])
 @pytest.mark.parametrize('n', [11, 12])
 def test_two_chapters_hold_under_other_seeds(stem, n):
     v = claims.Variation(f'seed {n}', 'seeds', (('MPCOURSE_SEED', str(n)),))

@@ -359,3 +359,4 @@ def test_ci_runs_what_make_test_runs():
     assert 'set -euo pipefail' in run and run.rstrip().endswith('make test') and 'chromium' in run
     assert (ROOT/'.ci/run').stat().st_mode & 0o111, '.ci/run cannot be executed'
     assert '.ci/run' in (ROOT/'.github/workflows/test.yml').read_text()
+    assert 'run: make claims' in (ROOT/'.github/workflows/claims.yml').read_text()
