@@ -1,7 +1,7 @@
 """Trainings that are killed with SIGKILL at a point, and resumed by another process; called by test_3_resume.py.
 
 One process forks a child for each life of each training: it has imported everything and trained nothing."""
-import os, random, signal, sys
+import os, random, signal, sys, warnings
 from functools import partial
 from pathlib import Path
 
@@ -125,6 +125,10 @@ def alive(f, folder, die_at, seeded, out):
 
 
 def main(root):
+    A.make_step(A.make_scaler('hysteresis')); A.checkpoint(root/'x', 5)        # what they need is imported once
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        A.make_learner(Net(), data(), data(), A.make_scaler('dynamic'), loss_func=F.cross_entropy)
     for name, (f, points) in RUNS.items():
         for die_at in points:
             folder = root/f'{name}-{die_at}'; folder.mkdir()

@@ -33,9 +33,9 @@ def data(n=48):
     return torch.randn(n, 2, 5, generator=g), torch.randint(0, 3, (n,), generator=g)
 
 
-def learner(tmp_path, policy='dynamic', **kw):
+def learner(tmp_path, policy='dynamic', rule={}, **kw):
     x, y = data()
-    scaler = A.make_scaler(policy, init_scale=2.**8)
+    scaler = A.make_scaler(policy, init_scale=2.**8, **rule)
     return A.make_learner(Net(), (x, y), (x[:16], y[:16]), scaler, loss_func=F.cross_entropy, lr=1e-2, path=tmp_path, **kw)
 
 
@@ -130,7 +130,7 @@ def test_a_running_average_is_of_the_fp32_weights(event, tmp_path):
 
 @pytest.mark.parametrize('policy', ('dynamic', 'als'))
 def test_lr_find_changes_no_bit(policy, tmp_path):
-    learn = learner(tmp_path, policy)
+    learn = learner(tmp_path, policy, dict(growth_interval=2) if policy == 'dynamic' else {})
     with learn.no_logging(): learn.fit(1)
     before, moments, scale = weights(learn.model), copy.deepcopy(learn.opt.state_dict()['state']), A.scale_of(learn)
     learn.lr_find(num_it=8, show_plot=False)

@@ -30,7 +30,13 @@ def test_half_casts_all_but_norms_and_computes_nearly_the_same(dtype):
     assert all(p.dtype == torch.float32 for p in back.parameters()) and error(back(x()), want) < (5e-3 if dtype is H else 4e-2)
 
 
-@pytest.mark.parametrize('norm', (nn.BatchNorm1d, nn.LayerNorm, nn.RMSNorm, lambda n: nn.GroupNorm(4, n)))
+class OwnNorm(nn.Module):
+    "Written by hand, known by its name"
+    def __init__(self, n): super().__init__(); self.weight = nn.Parameter(torch.ones(n))
+    def forward(self, v): return v/v.square().mean(-1, keepdim=True).sqrt()*self.weight
+
+
+@pytest.mark.parametrize('norm', (nn.BatchNorm1d, nn.LayerNorm, nn.RMSNorm, lambda n: nn.GroupNorm(4, n), OwnNorm))
 def test_a_norm_computes_in_fp32(norm):
     "Inputs of 3,000: squares beyond FP16"
     model = A.convert('half', nn.Sequential(norm(32), nn.Linear(32, 4)))
