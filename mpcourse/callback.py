@@ -62,7 +62,7 @@ class Guard:
         finally: self.cb.leave()
 
 class FitGuard:
-    "Stands for `learn._do_fit`: a callback's `abandon` after it, also where an exception ends a fit between two batches"
+    "Stands for `learn._do_fit`: a callback's `abandon` after it, also after an exception between two batches"
     def __init__(self, learn, cb): self.learn, self.cb = learn, cb
     def __call__(self):
         try: type(self.learn)._do_fit(self.learn)

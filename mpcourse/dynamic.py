@@ -66,11 +66,13 @@ def _valid_dynamics(s):
     low, high = (0., inf) if s.strict else (FLOOR, CEILING)
     start = f'init_scale, which is {s.init_scale:g}'
     valid_number('growth_factor', s.growth_factor, lambda x: x > 1, 'the scale has to grow, take 2.0')
-    valid_number('backoff_factor', s.backoff_factor, lambda x: 0 < x < 1, 'the scale has to shrink, not to vanish, take 0.5')
+    valid_number('backoff_factor', s.backoff_factor, lambda x: 0 < x < 1,
+                 'the scale has to shrink, not to vanish, take 0.5')
     valid_steps('growth_interval', s.growth_interval, 2000)
     valid_number('floor', s.floor, lambda x: low <= x <= s.init_scale, f'take a number from {low:g} to {start}')
     if s.ceiling != high:
-        valid_number('ceiling', s.ceiling, lambda x: s.init_scale <= x <= high, f'take a number from {start}, to {high:g}')
+        valid_number('ceiling', s.ceiling, lambda x: s.init_scale <= x <= high,
+                     f'take a number from {start}, to {high:g}')
     if s.on_floor not in FLOOR_POLICIES:
         raise ValueError(f'on_floor={s.on_floor!r} is unknown: take one of {", ".join(FLOOR_POLICIES)}.')
     if s.on_floor != 'clamp' and s.floor == 0:

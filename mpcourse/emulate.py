@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .formats import expect, get_format
 from .rounding import quantize
-from .tensorcore import changed_args, is_view, OpMode, open_op, is_composite, written_args, ATTENTION, PRODUCTS, RECURRENT
+from .tensorcore import ATTENTION, PRODUCTS, RECURRENT, OpMode
+from .tensorcore import changed_args, is_composite, is_view, open_op, written_args
 
 # %% ../nbs/06_emulate.ipynb #f8b3de0d
 OP_KINDS = {

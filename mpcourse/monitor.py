@@ -18,8 +18,8 @@ from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.amp import GradScaler as TorchGradScaler
 
-from .hooks import (combine_sums, finish_stats, OwnedHook, exponent_hist, modes_off, remove_all, RowSums, watched_modules, widest_float,
-                            known_statistics, match_names, STATISTICS, TENSOR_KINDS, TensorHooks)
+from .hooks import STATISTICS, TENSOR_KINDS, OwnedHook, RowSums, TensorHooks, combine_sums, exponent_hist
+from .hooks import finish_stats, known_statistics, match_names, modes_off, remove_all, watched_modules, widest_float
 from .plots import Log2Hist
 from .scaler import LossScaler
 from .step import parameter_names
@@ -38,7 +38,7 @@ class TensorCollector:
         scaler=None, # what is in the gradients: a LossScaler, a GradScaler, or a number
         writers=(), # objects with `write` and `close`, or paths, as for `open_writer`
         sample:int=None, # of larger tensors only so many elements are measured; extremes can be missed then
-        flush=None, # who counts the flushed share: an object with begin, share and end, such as `count_flushed()`; None: nobody
+        flush=None, # who counts the flushed share, such as `count_flushed()`; None: nobody
         types=None, # module classes; None: as for `TensorHooks`
         keep:int=1000, # collections to remember; None: all
     ):
@@ -78,7 +78,8 @@ def known_flush(
     "ValueError for what counts nothing"
     asked = all(callable(getattr(flush, m, None)) for m in ('begin', 'share', 'end'))
     if flush is None or asked: return flush
-    raise ValueError(f'flush cannot be {flush!r}: give count_flushed(), a FlushProbe, None, or what has begin, share and end.')
+    raise ValueError(f'flush cannot be {flush!r}: give count_flushed(), a FlushProbe, None, '
+                     'or what has begin, share and end.')
 
 def _known_schedule(schedule):
     if schedule is None or callable(schedule): return schedule
@@ -199,7 +200,8 @@ def _begin(self:TensorCollector, name, module, args):
     for rows in self._rows.values(): rows.clear()
     with torch.no_grad(), modes_off():
         one = _one_for_all(self.scaler)
-        self._inv = {None: inverse_scale(self.scaler)} if one else {n: inverse_scale(self.scaler, n) for n in self._chosen}
+        names = [None] if one else self._chosen
+        self._inv = {n: inverse_scale(self.scaler, n) for n in names}
         if self.flush is not None: self.flush.begin(self)
     for h in self._hooks: h.active = True
 

@@ -107,12 +107,16 @@ def plot_log2_hist(
     return ax
 
 # %% ../nbs/90_plots.ipynb #82fe03e0
-STEP_BOXES = {'master': (0, 1, 'master weights', 'fp32'), 'weights': (1, 1, 'weights', 'fp16'), 'forward': (2, 1, 'forward', 'fp16'),
-              'loss': (3, 1, 'loss', 'fp32'), 'scaled': (3, 0, 'loss × S', 'fp32'), 'backward': (2, 0, 'backward', 'fp16'),
-              'gradients': (1, 0, 'gradients ÷ S', 'fp32'), 'look': (0, 0, 'all finite? step', 'fp32')}
-STEP_ARROWS = (('master', 'weights', 5, 'FP32 → FP16'), ('weights', 'forward', 1, ''), ('forward', 'loss', 1, 'FP16 → FP32'),
-               ('loss', 'scaled', 2, ''), ('scaled', 'backward', 2, 'FP32 → FP16'), ('backward', 'gradients', 3, 'FP16 → FP32'),
-               ('gradients', 'look', 4, ''), ('look', 'master', 4, ''))
+STEP_BOXES = {                                   # name: (column, row, text, format)
+    'master': (0, 1, 'master weights', 'fp32'), 'weights': (1, 1, 'weights', 'fp16'),
+    'forward': (2, 1, 'forward', 'fp16'), 'loss': (3, 1, 'loss', 'fp32'),
+    'scaled': (3, 0, 'loss × S', 'fp32'), 'backward': (2, 0, 'backward', 'fp16'),
+    'gradients': (1, 0, 'gradients ÷ S', 'fp32'), 'look': (0, 0, 'all finite? step', 'fp32')}
+STEP_ARROWS = (                                  # (from, to, line of the recipe, cast)
+    ('master', 'weights', 5, 'FP32 → FP16'), ('weights', 'forward', 1, ''),
+    ('forward', 'loss', 1, 'FP16 → FP32'), ('loss', 'scaled', 2, ''),
+    ('scaled', 'backward', 2, 'FP32 → FP16'), ('backward', 'gradients', 3, 'FP16 → FP32'),
+    ('gradients', 'look', 4, ''), ('look', 'master', 4, ''))
 
 def _arrow(ax, a, b, line, text, color):
     "An arrow from box to box with the number of its line"
@@ -136,7 +140,8 @@ def plot_step(
         c = fmt_color(fmt) if name in strong else '#cccccc'
         box = dict(boxstyle='round,pad=.5', fc='white', ec=c, lw=2)
         ax.text(x, y, f'{text}\n{fmt.upper()}', ha='center', va='center', color=c, bbox=box, fontsize=8.5)
-    for a, b, line, text in STEP_ARROWS: _arrow(ax, a, b, line, text, '#333333' if not here or line in here else '#cccccc')
+    for a, b, line, text in STEP_ARROWS:
+        _arrow(ax, a, b, line, text, '#333333' if not here or line in here else '#cccccc')
     ax.set(xlim=(-.5, 3.5), ylim=(-.35, 1.35)); ax.axis('off')
     return ax
 

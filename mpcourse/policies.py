@@ -462,7 +462,8 @@ class LogMaxScaler(LossScaler):
     ):
         super().__init__(init_scale)
         valid_number('floor', floor, lambda x: FLOOR <= x <= CEILING, 'take a number from 2^-24, such as 1')
-        valid_number('ceiling', ceiling, lambda x: floor <= x <= CEILING, f'take a number from {floor:g}, the floor, up')
+        valid_number('ceiling', ceiling, lambda x: floor <= x <= CEILING,
+                     f'take a number from {floor:g}, the floor, up')
         for n,b in dict(beta1=beta1, beta2=beta2).items(): valid_number(n, b, lambda x: 0 < x < 1, 'take one in (0, 1)')
         valid_number('log_max', log_max, lambda x: abs(x) < 128, 'it is an exponent, take 16')
         valid_number('overflow_std_dev', overflow_std_dev, lambda x: x >= 0, 'it counts deviations, take 3.09')

@@ -32,19 +32,20 @@ def train_fp16(
         losses.append(loss.item())
     return losses
 
-# %% ../nbs/07_recipe.ipynb #da27c3d6
+# %% ../nbs/07_recipe.ipynb #9277b7b8
 def check_fate(
     f, # (g, S) -> 'flushed', 'kept' or 'overflow'
 ):
     "Check exercise 1 of chapter 07"
-    cases = [((3e-9, 1.), 'flushed'), ((3e-9, 2.**11), 'kept'), ((1., 2.**15), 'kept'), ((1., 2.**16), 'overflow'),
-             ((2.**-25, 1.), 'flushed'), ((2.**-25*1.001, 1.), 'kept'), ((65519., 1.), 'kept'), ((65520., 1.), 'overflow')]
+    cases = [((3e-9, 1.), 'flushed'), ((3e-9, 2.**11), 'kept'), ((1., 2.**15), 'kept'),
+             ((1., 2.**16), 'overflow'), ((2.**-25, 1.), 'flushed'), ((2.**-25*1.001, 1.), 'kept'),
+             ((65519., 1.), 'kept'), ((65520., 1.), 'overflow')]
     for args, want in cases:
         got = f(*args)
         assert got is not None, 'fate returned nothing: replace the stub with your solution.'
         assert got == want, f'fate{args} gave {got!r}; expected {want!r}.'
 
-# %% ../nbs/07_recipe.ipynb #68820bf4
+# %% ../nbs/07_recipe.ipynb #9e70d35d
 def check_one_step(
     f, # (master, model, opt, x, y, S) -> loss
 ):
@@ -59,10 +60,10 @@ def check_one_step(
         got = [f(master, model, opt, x, y, S) for x, y in data]
         assert None not in got, 'one_step returned nothing: replace the stub with your solution.'
         assert got == want, f'After {what} the losses are {got}; the recipe has {want}.'
-        same = all(torch.equal(p, q) for p, q in zip(master.parameters(), twin.parameters()))
-        assert same, f'After {what} the master weights are not those of the recipe.'
+        for p, q in zip(master.parameters(), twin.parameters()):
+            assert torch.equal(p, q), f'After {what} the master weights are not those of the recipe.'
 
-# %% ../nbs/07_recipe.ipynb #782c4a83
+# %% ../nbs/07_recipe.ipynb #974f7c6d
 def check_two_halves(
     f, # (master, model, x, y, S) -> None; leaves its result in the master's .grad
 ):
@@ -76,11 +77,12 @@ def check_two_halves(
         exact.append(torch.autograd.grad(loss*2.**14, model.weight)[0].double()/2**14)
     f(master, model, x, y, 2.**14)
     assert master.weight.grad is not None, 'There is no gradient in master: replace the stub with your solution.'
-    assert all(p.grad is None for p in model.parameters()), 'There is still a half gradient in model: the next step would add to it.'
+    left = [p for p in model.parameters() if p.grad is not None]
+    assert not left, 'A half gradient is left in model: the next step would add to it.'
     off = (master.weight.grad - (exact[0] + exact[1])/2).abs().max()/exact[0].abs().max()
     assert off < 2**-20, f'The gradient is off by {off:.1e} of its size: is it the mean of the halves, added in FP32?'
 
-# %% ../nbs/07_recipe.ipynb #dc775d1c
+# %% ../nbs/07_recipe.ipynb #ad8ff718
 def check_smallest_k(
     f, # seed -> k
 ):
@@ -89,8 +91,8 @@ def check_smallest_k(
     from mpcourse.toys import batches, deep_sigmoid, digits
     def ends(k):
         master = deep_sigmoid(1)
-        opt = torch.optim.Adam(master.parameters(), lr=6e-3)
-        with fast_half(): losses = train_fp16(master, opt, batches(digits(), 128, 200, 1), nn.functional.cross_entropy, 2.**k)
+        opt, data = torch.optim.Adam(master.parameters(), lr=6e-3), batches(digits(), 128, 200, 1)
+        with fast_half(): losses = train_fp16(master, opt, data, nn.functional.cross_entropy, 2.**k)
         return sum(losses[-20:])/20
     k = f(1)
     assert k is not None, 'smallest_k returned nothing: replace the stub with your solution.'

@@ -151,7 +151,8 @@ def _softmax_means(n, upto):
     "`softmax_sums` of n entries, or the means of those of 1, 2, … n"
     return tuple(v.mean().item() for v in softmax_sums(list(range(1, n + 1)) if upto else [n]))
 
-_softmax_means._dynamo_marked_constant = True   # as torch.compiler.assume_constant_result, which loads the compiler at once
+# what torch.compiler.assume_constant_result does, which would load the compiler at once
+_softmax_means._dynamo_marked_constant = True
 
 def softmax_factors(
     n:int, # entries

@@ -247,4 +247,4 @@ def test_sliders_move_in_jupyterlab(browser, lab, path):
     finally: page.close()
 
 
-def test_there_are_widgets_to_try(): assert {'01_formats', '04_problems'} <= {p.stem for p in WIDGETS}
+def test_there_are_widgets_to_try(): assert {'01_formats', '04_failures'} <= {p.stem for p in WIDGETS}
