@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 from latex2mathml.converter import convert
-from nbconvert import HTMLExporter
+from nbconvert import HTMLExporter, TemplateExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat.v4 import new_markdown_cell, new_raw_cell
 from pygments import highlight
@@ -145,6 +145,7 @@ def set_views(
     for c in nb.cells:
         if c.cell_type == 'code': set_view(c, ch.module)
         elif c.cell_type == 'markdown': c.source = callouts(c.source, lambda s: md(s, inline=True), ends)
+    if ends: nb.cells.append(new_markdown_cell('\n'.join(reversed(ends))))
     return nb
 
 
@@ -206,14 +207,15 @@ def page_html(
     state = nb.metadata.get('widgets', {}).get(STATE, {}).get('state', {})
     def md(src, inline=False): return markdown(src, renderer, inline)
     filters = dict(markdown2html=md, inline=lambda s: md(s, inline=True), headings=headings, mathml=mathml,
-                   colour=colour, widget=lambda output: widget_html(output, state))
+                   colour=colour, highlight_code=colour, widget=lambda output: widget_html(output, state))
     exporter = HTMLExporter(
         template_name='course', extra_template_basedirs=[str(TEMPLATES)], filters=filters, exclude_input_prompt=True,
         exclude_output_prompt=True, config=Config(NbConvertBase=dict(display_data_priority=list(KINDS))))
     exporter.register_preprocessor(lambda nb, res: (set_views(nb, md, ch), res), enabled=True)
     css = ''.join(f.read_text(encoding='utf-8') for f in STYLES)
     run = nb.metadata.get('mpcourse', {})
-    return exporter.from_notebook_node(nb, dict(ch=ch, run=run, css=css, **more))[0]
+    # HTMLExporter's own method would parse the page once more, to add alt texts, and take three times as long
+    return TemplateExporter.from_notebook_node(exporter, nb, dict(ch=ch, run=run, css=css, **more))[0]
 
 
 def index_html(
