@@ -49,19 +49,30 @@ def mathml(
     return f'<code class="tex-error">{escape(tex)}</code>' if '\\' in res or '<mi>&</mi>' in res else res
 
 
+def slug(
+    text: str, # a heading as html, or the end of a link
+) -> str: # the name of its section
+    "Lower case and dashes, as Quarto has them"
+    plain = re.sub(r'<[^>]+>|&\w+;', '', text).lower().replace('-', ' ')
+    return '-'.join(re.sub(r'[^\w\s]', '', plain).split())
+
+
 class Renderer(IPythonRenderer):
     "nbconvert's Markdown with formulas as MathML, links to pages, and tables that scroll"
     def __init__(self,
         folder: Path,     # where pictures are looked for
         pages: dict|None, # stem of a notebook → whether its page is there; None: all are
     ):
-        super().__init__(escape=False, embed_images=True, anchor_link_text='#', path=str(folder))
+        super().__init__(escape=False, embed_images=True, path=str(folder))
         self.pages = pages
 
     def inline_math(self, body): return mathml(body, display=False)
     def block_math(self, body): return mathml(body)
     def latex_environment(self, name, body): return mathml(f'\\begin{{{name}}}{body}\\end{{{name}}}')
     def block_html(self, html): return html + '\n'  # as it is: nbconvert would close a block that ends in a later cell
+    def heading(self, text, level, **attrs):
+        name = slug(text)
+        return f'<h{level} id="{name}">{text}<a class="anchor-link" href="#{name}" aria-label="link to this section">#</a></h{level}>\n'
     def table(self, text): return f'<div class="scroll"><table>{text}</table></div>\n'
 
     def link(self, text, url, title=None):
@@ -69,7 +80,8 @@ class Renderer(IPythonRenderer):
         m = re.fullmatch(r'(?:\./)?([\w-]+)\.ipynb(#.*)?', url)
         if m and self.pages is not None and not self.pages.get(m[1]):
             return f'<span class="unmade" title="not run yet">{text}</span>'
-        return super().link(text, f'{m[1]}.html{m[2] or ""}' if m else url, title)
+        if m: url = f'{m[1]}.html' + (f'#{slug(m[2])}' if m[2] else '')
+        return super().link(text, url, title)
 
 
 def markdown(
