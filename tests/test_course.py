@@ -81,7 +81,7 @@ def test_the_failed_cell_is_red_its_line_is_marked_and_the_rest_of_the_page_is_t
     assert [d['id'] for d in page.select('.code.broken')] == ['failed-3', 'failed-5', 'failed-6']
     assert [s.text.strip() for s in page.select('.hll')] == ['z = x/y["<b>"]', 'return x.missing', 'z']
     assert 'ZeroDivisionError' in page.select_one('.output_error').text
-    assert len(page.select('figcaption')) == 1 and page.select_one('figure img')['alt'] == 'a line' and 'A later figure' in page.figcaption.text and page.find(id='After-all')
+    assert len(page.select('figcaption')) == 1 and page.select_one('figure img')['alt'] == 'a line' and 'A later figure' in page.figcaption.text and page.find(id='after-all')
     assert {a['href'] for a in page.select('.failed a')} == {'#failed-3', '#failed-5', '#failed-6'}
 
 
@@ -142,7 +142,7 @@ def test_cuda_cells_run_where_there_is_a_device(monkeypatch):
 def test_page_opens_with_title_promise_sections_and_neighbours(ran):
     page = soup(ran, '01_good')
     assert page.h1.text == 'Good' and page.select_one('.promise').decode_contents() == 'All of it <em>works</em>.'
-    assert [a.text for a in page.select('aside .toc a')] == ['First steps', 'Further'] and page.find(id='First-steps').name == 'h2'
+    assert [a.text for a in page.select('aside .toc a')] == ['First steps', 'Further'] and page.find(id='first-steps').name == 'h2'
     assert {a['href'] for a in page.select('.next a')} == {'02_bad.html'}
     assert {a['href'] for a in soup(ran, '02_bad').select('.next a')} == {'01_good.html', '03_later.html'}
 
@@ -176,7 +176,7 @@ def test_callout_folds_over_several_cells(ran):
 
 def test_links_lead_to_pages(ran):
     links = {a.text: a['href'] for a in soup(ran, '01_good').main.select('p a')}
-    assert links['bad'] == '02_bad.html#After-all' and links['later'] == '03_later.html'
+    assert links['bad'] == '02_bad.html#after-all' and links['later'] == '03_later.html'
 
 
 def test_widgets_show_their_frames_or_saved_controls(ran):
@@ -191,7 +191,7 @@ def test_index_lists_promise_time_and_status_once(ran):
     rows = {li.select_one('.no').text: li for li in page.select('.chapters li')}
     assert list(rows) == ['01', '02', '03'] and 'All of it' in rows['01'].p.text and rows['01'].a['href'] == '01_good.html'
     assert re.search(r'ok, \d+\.\d s', rows['01'].text) and 'failed' in rows['02'].text
-    assert page.h1.text == 'The course' and page.find(id='Paths') and 'twice' not in page.text
+    assert page.h1.text == 'The course' and page.find(id='paths') and 'twice' not in page.text
 
 
 def test_subset_runs_alone_and_links_only_to_what_is_there(small_course, tmp_path):

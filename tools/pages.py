@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 from latex2mathml.converter import convert
-from nbconvert import HTMLExporter
+from nbconvert import HTMLExporter, TemplateExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat.v4 import new_markdown_cell, new_raw_cell
 from pygments import highlight
@@ -49,19 +49,30 @@ def mathml(
     return f'<code class="tex-error">{escape(tex)}</code>' if '\\' in res or '<mi>&</mi>' in res else res
 
 
+def slug(
+    text: str, # a heading as html, or the end of a link
+) -> str: # the name of its section
+    "Lower case and dashes, as Quarto has them"
+    plain = re.sub(r'<[^>]+>|&\w+;', '', text).lower().replace('-', ' ')
+    return '-'.join(re.sub(r'[^\w\s]', '', plain).split())
+
+
 class Renderer(IPythonRenderer):
     "nbconvert's Markdown with formulas as MathML, links to pages, and tables that scroll"
     def __init__(self,
         folder: Path,     # where pictures are looked for
         pages: dict|None, # stem of a notebook → whether its page is there; None: all are
     ):
-        super().__init__(escape=False, embed_images=True, anchor_link_text='#', path=str(folder))
+        super().__init__(escape=False, embed_images=True, path=str(folder))
         self.pages = pages
 
     def inline_math(self, body): return mathml(body, display=False)
     def block_math(self, body): return mathml(body)
     def latex_environment(self, name, body): return mathml(f'\\begin{{{name}}}{body}\\end{{{name}}}')
     def block_html(self, html): return html + '\n'  # as it is: nbconvert would close a block that ends in a later cell
+    def heading(self, text, level, **attrs):
+        name = slug(text)
+        return f'<h{level} id="{name}">{text}<a class="anchor-link" href="#{name}" aria-label="link to this section">#</a></h{level}>\n'
     def table(self, text): return f'<div class="scroll"><table>{text}</table></div>\n'
 
     def link(self, text, url, title=None):
@@ -69,7 +80,8 @@ class Renderer(IPythonRenderer):
         m = re.fullmatch(r'(?:\./)?([\w-]+)\.ipynb(#.*)?', url)
         if m and self.pages is not None and not self.pages.get(m[1]):
             return f'<span class="unmade" title="not run yet">{text}</span>'
-        return super().link(text, f'{m[1]}.html{m[2] or ""}' if m else url, title)
+        if m: url = f'{m[1]}.html' + (f'#{slug(m[2])}' if m[2] else '')
+        return super().link(text, url, title)
 
 
 def markdown(
@@ -145,6 +157,7 @@ def set_views(
     for c in nb.cells:
         if c.cell_type == 'code': set_view(c, ch.module)
         elif c.cell_type == 'markdown': c.source = callouts(c.source, lambda s: md(s, inline=True), ends)
+    if ends: nb.cells.append(new_markdown_cell('\n'.join(reversed(ends))))
     return nb
 
 
@@ -206,14 +219,15 @@ def page_html(
     state = nb.metadata.get('widgets', {}).get(STATE, {}).get('state', {})
     def md(src, inline=False): return markdown(src, renderer, inline)
     filters = dict(markdown2html=md, inline=lambda s: md(s, inline=True), headings=headings, mathml=mathml,
-                   colour=colour, widget=lambda output: widget_html(output, state))
+                   colour=colour, highlight_code=colour, widget=lambda output: widget_html(output, state))
     exporter = HTMLExporter(
         template_name='course', extra_template_basedirs=[str(TEMPLATES)], filters=filters, exclude_input_prompt=True,
         exclude_output_prompt=True, config=Config(NbConvertBase=dict(display_data_priority=list(KINDS))))
     exporter.register_preprocessor(lambda nb, res: (set_views(nb, md, ch), res), enabled=True)
     css = ''.join(f.read_text(encoding='utf-8') for f in STYLES)
     run = nb.metadata.get('mpcourse', {})
-    return exporter.from_notebook_node(nb, dict(ch=ch, run=run, css=css, **more))[0]
+    # HTMLExporter's own method would parse the page once more, to add alt texts, and take three times as long
+    return TemplateExporter.from_notebook_node(exporter, nb, dict(ch=ch, run=run, css=css, **more))[0]
 
 
 def index_html(
