@@ -120,8 +120,8 @@ def test_everything_that_draws_goes_on_and_other_parameters_keep_their_group(tmp
     m, o, s = trained()
     A.save(tmp_path/'x.ckpt', m, o, s)
     want = torch.rand(3), random.random()
-    torch.manual_seed(9); random.seed(9)
     n, p, t = parts()
+    torch.manual_seed(9); random.seed(9)
     A.load(tmp_path/'x.ckpt', n, p, t)
     assert torch.equal(torch.rand(3), want[0]) and random.random() == want[1]
     assert equal(m.state_dict(), n.state_dict()) and equal(o.state_dict(), p.state_dict())

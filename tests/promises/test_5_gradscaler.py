@@ -86,11 +86,11 @@ def test_a_long_random_trace_is_torchs(seed):
 
 
 def test_the_state_dict_is_torchs_with_one_key_more_and_goes_both_ways():
-    found = storm(3, 20)
+    found = storm(3, 20) + [True, False, False]                  # the tracker stands at two
     a, b = ours(init_scale=2.**12, growth_interval=3), theirs(init_scale=2.**12, growth_interval=3)
     run(a, 'sgd', found); run(b, 'sgd', found)
     mine, torchs = a.state_dict(), b.state_dict()
-    assert {k: mine[k] for k in KEYS} == torchs and len(mine) == len(torchs) + 1
+    assert {k: mine[k] for k in KEYS} == torchs and len(mine) == len(torchs) + 1 and torchs['_growth_tracker'] == 2
     c, d = ours(), theirs()
     c.load_state_dict(torchs); d.load_state_dict({k: mine[k] for k in KEYS})
     assert equal(run(c, 'adam', found), run(d, 'adam', found))
