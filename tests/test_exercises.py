@@ -60,25 +60,43 @@ WRONG = {
     'check_safe_cross_entropy': 'lambda pred, y: -(pred.exp()/pred.exp().sum(1, keepdim=True)).log()[range(len(y)), y].mean()',
     # 04: forgets that what lies a little above the largest value still rounds down to it
     'check_best_scale': 'lambda grads, fmt: 2.**math.floor(math.log2(fmt.max/max(g.abs().max().item() for g in grads)))',
-    # 05: chunks do not help
+    # 06: chunks do not help
     'check_stall': 'lambda man_bits, chunk: 2**(man_bits + 1)',
-    # 05: sums in FP32 and clips once, at the end
+    # 06: sums in FP32 and clips once, at the end
     'check_saturating_sum': 'lambda x: x.float().sum().clamp(-65504, 65504).half()',
-    # 05: counts one product per call, whatever the shapes
+    # 06: counts one product per call, whatever the shapes
     'check_multiply_adds': 'lambda f: (f(), 1)[1]',
-    # 05: sums in FP32 and rounds once
+    # 06: sums in FP32 and rounds once
     'check_unstalled': 'lambda n, k, seed: torch.full((n,), float(k))',
-    # 06: tied weights twice, norms as half, buffers forgotten
+    # 07: flushes what is below the smallest number, though more than half of it is rounded up to it
+    'check_fate': 'lambda g, S: "flushed" if g*S < 2.**-24 else "overflow" if g*S > 65504 else "kept"',
+    # 07: does not look
+    'check_one_step': """
+        def one_step(master, model, opt, x, y, S):
+            loss = F.cross_entropy(model(x.half()).float(), y)
+            (loss*S).backward()
+            for m, p in zip(master.parameters(), model.parameters()): m.grad, p.grad = p.grad.float()/S, None
+            opt.step()
+            for m, p in zip(master.parameters(), model.parameters()): p.data.copy_(m)
+            return loss.item()""",
+    # 07: lets backward add the halves, in FP16
+    'check_two_halves': """
+        def two_halves(master, model, x, y, S):
+            for xb, yb in zip(x.chunk(2), y.chunk(2)): (F.cross_entropy(model(xb.half()).float(), yb)*S/2).backward()
+            for m, p in zip(master.parameters(), model.parameters()): m.grad, p.grad = p.grad.float()/S, None""",
+    # 07: a factor that works is not the smallest
+    'check_smallest_k': 'lambda seed: 11',
+    # 08: tied weights twice, norms as half, buffers forgotten
     'check_half_bytes': 'lambda model: sum(2*p.numel() for p in model.parameters())',
-    # 06: a row with no key left attends to all of them
+    # 08: a row with no key left attends to all of them
     'check_safe_weights': 'lambda scores, blocked: scores.masked_fill(blocked, torch.finfo(scores.dtype).min).softmax(-1)',
-    # 06: squares first
+    # 08: squares first
     'check_half_rms': 'lambda x: x/(x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()',
-    # 06: casts the weights, but not what comes in
+    # 08: casts the weights, but not what comes in
     'check_keep_float': 'lambda layer, dtype: layer.float()',
-    # 07: stops one power of two early: forgets that the tie goes to even only at half a spacing
+    # 09: stops one power of two early: forgets that the tie goes to even only at half a spacing
     'check_stops_at': 'lambda u: u*2**10',
-    # 07: adds in half precision before it goes up
+    # 09: adds in half precision before it goes up
     'check_add_grads': """
         def add_grads(model_groups, master_groups, inv_scale):
             for p, m in zip(sum(model_groups, []), sum(master_groups, [])):
@@ -86,34 +104,34 @@ WRONG = {
                 g = (p.grad*inv_scale).float()
                 m.grad = g if m.grad is None else m.grad + g
                 p.grad = None""",
-    # 07: compares before the last rounding
+    # 09: compares before the last rounding
     'check_lost_by_rounding_twice': 'lambda w, us: (w + sum(us) != w.half().float() + sum(us)).float().mean().item()',
-    # 07: after an error the shadow stays
+    # 09: after an error the shadow stays
     'check_lend': """
         def lend(lin, x):
             vars(lin).update(weight=lin.weight.half(), bias=lin.bias.half())
             out = lin(x)
             del vars(lin)['weight'], vars(lin)['bias']
             return out""",
-    # 08: forgets the subnormals, and that what is a little too large still rounds down
+    # 11: forgets the subnormals, and that what is a little too large still rounds down
     'check_window': 'lambda lo, hi: (math.ceil(-14 - math.log2(lo)), math.floor(math.log2(65504/hi)))',
-    # 08: takes the scale out in half precision, where it had been put in to avoid just that
+    # 11: takes the scale out in half precision, where it had been put in to avoid just that
     'check_to_master': 'lambda g, scale: ((g/scale).float(), bool(g.isfinite().all()))',
-    # 08: skips the gradient, and lets weight decay and momentum go on
+    # 11: skips the gradient, and lets weight decay and momentum go on
     'check_momentum_step': """
         def momentum_step(w, v, g, lr, mom, wd):
             ok = bool(g.isfinite().all())
             v.mul_(mom).add_(g if ok else torch.zeros_like(g)).add_(w, alpha=wd)
             w.sub_(v, alpha=lr)
             return ok""",
-    # 09: counts steps, not skipped steps
+    # 12: counts steps, not skipped steps
     'check_skip_counter': """
         def skip_counter():
             class C(Callback):
                 def __init__(self): self.n = 0
                 def after_step(self): self.n += 1
             return C()""",
-    # 09: before the scale is taken out
+    # 12: before the scale is taken out
     'check_norm_recorder': """
         def norm_recorder():
             class C(Callback):
@@ -121,15 +139,15 @@ WRONG = {
                 def __init__(self): self.norms = []
                 def before_step(self): self.norms.append(torch.stack([p.grad.norm() for p in self.model.parameters()]).norm())
             return C()""",
-    # 09: what fails in enter is never left
+    # 12: what fails in enter is never left
     'check_guarded': """
         def guarded(enter, work, leave):
             enter()
             try: return work()
             finally: leave()""",
-    # 10: an overflow at 65504 and a bit is one at 65520 only, and the step that fits was not skipped
+    # 14: an overflow at 65504 and a bit is one at 65520 only, and the step that fits was not skipped
     'check_lost_steps': 'lambda k, g: next(n for n in range(1000) if g*2.**(k - n) <= 65536)',
-    # 10: an overflow does not start the count anew
+    # 14: an overflow does not start the count anew
     'check_dynamics': """
         def dynamics(trace, k, interval, floor):
             out, count = [], 0
@@ -140,22 +158,22 @@ WRONG = {
                     if count == interval: k, count = k + 1, 0
                 out.append(k)
             return out""",
-    # 10: forgets which kind of patience was asked for
+    # 14: forgets which kind of patience was asked for
     'check_falls': """
         def falls(gap, steps, hysteresis, interval, refill):
             scaler = HysteresisScaler(hysteresis=hysteresis, growth_interval=interval)
             for i in range(steps): scaler.update(Observation(('found_inf',), torch.tensor([float(i % gap == 0)])))
             return 16 - scaler.scale.log2().item()""",
-    # 10: NaN > 0 is False
+    # 14: NaN > 0 is False
     'check_next_scale': 'lambda scale, found, ceiling: torch.where(found > 0, scale/2, (scale*2).clamp(max=ceiling))',
-    # 11: counts the clean steps before the one that grows
+    # 15: counts the clean steps before the one that grows
     'check_first_growth': """
         def first_growth(scaler, limit):
             start = scaler.scale
             for i in range(limit):
                 scaler.update(Observation(('found_inf',), torch.tensor([0.])))
                 if scaler.scale > start: return i""",
-    # 11: compares the ends of the traces only
+    # 15: compares the ends of the traces only
     'check_tell': """
         def tell(a, b, traces):
             def last(name, bits):
@@ -163,33 +181,33 @@ WRONG = {
                 for c in bits: s.update(Observation(('found_inf',), torch.tensor([float(c)])))
                 return s.scale
             return next((t for t in traces if last(a, t) != last(b, t)), None)""",
-    # 11: backs off by a quarter, and grows as if nothing had happened
+    # 15: backs off by a quarter, and grows as if nothing had happened
     'check_own_policy': 'lambda: DynamicScaler(growth_interval=4, backoff_factor=.25)',
-    # 13: clips gradients that still carry the scale
+    # 17: clips gradients that still carry the scale
     'check_clip_unscaled': """
         def clip_unscaled(scaler, opt, params, max_norm):
             torch.nn.utils.clip_grad_norm_(params, max_norm); scaler.step(opt); scaler.update()""",
-    # 13: steps after each micro-batch
+    # 17: steps after each micro-batch
     'check_accumulated': """
         def accumulated(scaler, opt, losses):
             opt.zero_grad()
             for loss in losses: scaler.scale(loss()/len(losses)).backward(); scaler.step(opt); scaler.update()""",
-    # 13: forgets found_inf, and NaN is not >= 2^13
+    # 17: forgets found_inf, and NaN is not >= 2^13
     'check_edge_policy': """
         def edge_policy():
             class Edge(LossScaler):
                 wants = frozenset({'found_inf', ('above', 2.**13)})
                 def update(self, obs): self.move(torch.where(obs['above', 2.**13] > 0, self.scale/2, self.scale*2))
             return Edge(2.**16)""",
-    # 12: forgets that up to half a spacing above 65504 rounds down to it
+    # 16: forgets that up to half a spacing above 65504 rounds down to it
     'check_survives': 'lambda largest, scale: largest*scale <= 65504',
-    # 12: the window that doubles is forgotten
+    # 16: the window that doubles is forgotten
     'check_way_back': 'lambda octaves, window, doubling: octaves*window',
-    # 12: looks at the octave's lower end
+    # 16: looks at the octave's lower end
     'check_lost_octaves': """
         def lost_octaves(counts, lo, log2_scale):
             return sum(x for k,x in enumerate(counts) if lo + k + log2_scale <= -25)/sum(counts)""",
-    # 12: fastai's mistake: a bad step does not start the count anew
+    # 16: fastai's mistake: a bad step does not start the count anew
     'check_scale_after': """
         def scale_after(bits, k, interval):
             good = 0
@@ -198,9 +216,9 @@ WRONG = {
                 else: good += 1
                 if good == interval: k, good = k + 1, 0
             return k""",
-    # 14: sums the squares in half precision, where they overflow or underflow
+    # 20: sums the squares in half precision, where they overflow or underflow
     'check_true_norm': 'lambda grads, scale: (torch.cat([g.flatten() for g in grads])/scale).norm().item()',
-    # 14: one bad collection is enough for it
+    # 20: one bad collection is enough for it
     'check_alarm': """
         def Alarm(limit):
             from types import SimpleNamespace
@@ -208,7 +226,7 @@ WRONG = {
             def write(step, rows, hists):
                 names[:] = sorted({*names, *(r['name'] for r in rows if r['kind'] == 'weight_grad' and r['zeros'] > limit)})
             return SimpleNamespace(names=names, write=write, close=lambda: None)""",
-    # 14: takes each rounding's own losses for what is missing
+    # 20: takes each rounding's own losses for what is missing
     'check_two_counts': """
         def two_counts(g, ws):
             from mpcourse.underflow import count_zeros
@@ -219,7 +237,7 @@ WRONG = {
                 share = count_zeros(wide, low).share.item()
                 out.append((share, share))
             return out""",
-    # 14: the last module to be seen is the whole model
+    # 20: the last module to be seen is the whole model
     'check_first_bad': """
         def first_bad(model, x):
             found, names = [], {m: n for n,m in model.named_modules()}
@@ -230,9 +248,9 @@ WRONG = {
             finally:
                 for h in handles: h.remove()
             return found[-1] if found else None""",
-    # 15: as many as the threshold are not more than the threshold
+    # 21: as many as the threshold are not more than the threshold
     'check_als_rule': 'lambda k, u, l, t: k - 1 if u >= t*(u + l) else k + 1',
-    # 15: a dynamic scaler: it halves where a step is lost, and nowhere else
+    # 21: a dynamic scaler: it halves where a step is lost, and nowhere else
     'check_als_lost': """
         def lost(amaxes, k):
             n = 0
@@ -240,47 +258,47 @@ WRONG = {
                 bad = g*2.**k >= 65520
                 n, k = n + bad, k - 1 if bad else k + 1
             return n""",
-    # 15: NaN is not >= 2^13
+    # 21: NaN is not >= 2^13
     'check_steady': """
         def steady(scale, grads):
             top = torch.stack([g.abs().max() for g in grads]).max()
             return torch.where(top >= 2**13, scale/2, torch.where(top >= 2**12, scale, scale*2))""",
-    # 19: the gradient of a sum is one for every entry
+    # 25: the gradient of a sum is one for every entry
     'check_sum_factors': 'lambda n: (n**-.5, n**-.5)',
-    # 19: takes the rows' correlation for that of their products
+    # 25: takes the rows' correlation for that of their products
     'check_alike_factor': 'lambda b, rho: (b*(1 + (b - 1)*rho))**-.5',
-    # 19: the root mean square, in which the mean counts
+    # 25: the root mean square, in which the mean counts
     'check_dice_factors': """
         def dice_factors(f):
             z = torch.randn(2**20, dtype=torch.float64, requires_grad=True)
             y = f(z)
             slope, = torch.autograd.grad(y.sum(), z)
             return 1/y.square().mean().sqrt().item(), 1/slope.square().mean().sqrt().item()""",
-    # 19: each input has its own factor backward
+    # 25: each input has its own factor backward
     'check_unit_glu': """
         def unit_glu(x, gate):
             stds = unit_stds(lambda x, gate: x*gate.sigmoid(), x=torch.randn(2**18), gate=torch.randn(2**18))
             y = scaled(x, 1., 1/stds['x'])*scaled(gate, 1., 1/stds['gate']).sigmoid()
             return scaled(y, constrain({k: 1/v for k, v in stds.items()})['y'], 1.)""",
-    # 20: takes away the same share of the whole each time
+    # 26: takes away the same share of the whole each time
     'check_input_share': 'lambda tau, layers: max(0., 1 - tau*layers)',
-    # 20: forgets the backward pass
+    # 26: forgets the backward pass
     'check_ffn_overhead': 'lambda t, d, hidden: (2*t*hidden + t*d)/(2*t*d*hidden)',
-    # 20: has no ear for the constraint
+    # 26: has no ear for the constraint
     'check_unit_softplus': """
         def unit_softplus():
             ideal = elementwise_factors(F.softplus)
             class UnitSoftplus(UnitLayer, torch.nn.Softplus):
                 def forward(self, x): return unit_elementwise(F.softplus, x, ideal, 'none')
             return UnitSoftplus""",
-    # 21: the exponent nearest to amax, which lets elements saturate
+    # 27: the exponent nearest to amax, which lets elements saturate
     'check_shared_exponent': 'lambda amax: round(math.log2(amax)) - 8',
-    # 21: the operands of the backward products are all gradients to it
+    # 27: the operands of the backward products are all gradients to it
     'check_fp8_gradients': """
         def fp8_gradients(x, w, g):
             x, w, g = [quantize(t, 'e5m2') for t in (x, w, g)]
             return g @ w, g.T @ x""",
-    # 21: looks at the whole rise instead of the steepest step
+    # 27: looks at the whole rise instead of the steepest step
     'check_safe_margin': 'lambda amaxes: max(0, math.ceil(math.log2(max(amaxes)/amaxes[0])))',
 }
 
