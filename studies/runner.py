@@ -5,6 +5,7 @@
 """
 import argparse, json, multiprocessing, os, threading, time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from inspect import unwrap
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ def arguments(rows, seeds, argv):
 
 def main(run, rows, seeds, argv=None):
     "The command line of a study: run what is missing, and store the whole when it is there"
-    args, script = arguments(rows, seeds, argv), Path(run.__code__.co_filename)
+    args, script = arguments(rows, seeds, argv), Path(unwrap(run).__code__.co_filename)
     name, part = script.stem, script.with_suffix('.partial.json')
     order = {(row, seed): i for i, (seed, row) in enumerate((s, r) for s in seeds for r in rows)}
     doc = dict(study=name, command=f'python studies/{name}.py', rows=list(rows), seeds=list(seeds),
