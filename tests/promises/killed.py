@@ -5,7 +5,7 @@ import os, random, signal, sys, warnings
 from functools import partial
 from pathlib import Path
 
-import numpy as np, torch, torch.nn.functional as F
+import numpy as np, torch, torch._dynamo, torch.nn.functional as F     # optimizers import _dynamo at their first step
 from fastai.basics import Callback, OptimWrapper
 from torch import nn
 
@@ -93,6 +93,8 @@ def fit(folder, die_at, seeded, loss_func=None):
     path, scaler = folder/'fit.ckpt', A.make_scaler('dynamic', init_scale=2.**14, growth_interval=4)
     learn = A.make_learner(Net(), (x, y), (x[:16], y[:16]), scaler, loss_func=loss_func or F.cross_entropy,
                            opt_func=partial(OptimWrapper, opt=torch.optim.Adam), cbs=[A.checkpoint(path, 5)])
+    dl = learn.dls.train                # an order that is drawn from the loader's own numbers and from torch's
+    dl.shuffle_fn = lambda idxs: dl.rng.sample([idxs[i] for i in torch.randperm(len(idxs))], len(idxs))
     in_write = die_at in ('save', 'fsync', 'replace')
     if in_write: die_in_writes(die_at, 3)
     with learn.no_logging(): learn.fit_one_cycle(2, .02, cbs=[Killer(die_at)] if die_at and not in_write else [])
