@@ -496,6 +496,7 @@ def test_what_there_is_not():
 class Silent:
     "Writes, and cannot be closed"
     def write(self, *args): pass
+    def __repr__(self): return 'Silent()'      # the same in every process that collects tests
 
 
 @pytest.mark.parametrize('kw, told', [(dict(schedule=5), 'schedule cannot be 5: give the steps'), (dict(schedule='ab'), "schedule cannot be 'ab'"),
