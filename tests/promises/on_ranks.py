@@ -43,17 +43,20 @@ def by_step(rank, policy):
 
 
 def by_step_alone(rank, policy):
-    "Without DDP: the ranks' gradients differ, and the decision is one all the same"
+    "Without DDP"
     model, s = net(), scaler(policy)
     step = A.make_step(s, group=dist.group.WORLD)
     got = A.train(step, model, [data(rank, i) for i in range(STEPS)], torch.optim.SGD(model.parameters(), lr=.01), F.cross_entropy)
     return dict(trace=[(s, k) for _,s,k in got], weights=[])
 
 
-def by_gradscaler(rank, policy, fused=False):
+def alike(model): return model      # in the place of DDP: the ranks' gradients differ, and the decision is one all the same
+
+
+def by_gradscaler(rank, policy, fused=False, wrap=DDP):
     model, s = net(), A.make_gradscaler(scaler(policy), group=dist.group.WORLD)
     if policy == 'als': s.attach(model)
-    inner, opt, trace = DDP(model), torch.optim.AdamW(model.parameters(), lr=.01, fused=fused), []
+    inner, opt, trace = wrap(model), torch.optim.AdamW(model.parameters(), lr=.01, fused=fused), []
     for i in range(STEPS):
         x, y = data(rank, i)
         s.scale(F.cross_entropy(inner(x), y)).backward(); s.step(opt); s.update(); opt.zero_grad()
@@ -78,16 +81,17 @@ class Trace(Callback):
         if self.learn.training: self.seen.append(A.scale_of(self.learn))
 
 
-def by_learner(rank, policy):
+def by_learner(rank, policy, wrap=DDP):
     xs, ys = map(torch.cat, zip(*[data(rank, i) for i in range(STEPS)]))
     # the loader shuffles: all of rank 1's bad examples come at other places on each rank
-    learn = A.make_learner(DDP(net()), (xs, ys), (xs[:8], ys[:8]), scaler(policy), loss_func=F.cross_entropy,
+    model = net()
+    learn = A.make_learner(wrap(model), (xs, ys), (xs[:8], ys[:8]), scaler(policy), loss_func=F.cross_entropy,
                            opt_func=partial(OptimWrapper, opt=torch.optim.SGD), lr=.01)
     trace = Trace()
     torch.manual_seed(rank)
     learn.dls.train.shuffle = False
     with learn.no_logging(): learn.fit(1, cbs=trace)
-    return told(learn.model.module, trace.seen)
+    return told(model, trace.seen)
 
 
 def first_batch_bad(rank):
@@ -152,6 +156,8 @@ def everything(rank, folder):
     out['fused', 'dynamic'] = by_gradscaler(rank, 'dynamic', True)
     for p in ('dynamic', 'als'): out['learner', p], out['alone', p] = by_learner(rank, p), by_step_alone(rank, p)
     for p in ('dynamic', 'logmax', 'als_weights'): out['sharded', p] = sharded(rank, p)
+    out['gradscaler alone', 'dynamic'] = by_gradscaler(rank, 'dynamic', wrap=alike) | dict(weights=[])
+    out['learner alone', 'dynamic'] = by_learner(rank, 'dynamic', wrap=alike) | dict(weights=[])
     out['sees all', 'als'] = sees_all(rank)
     out['refusal', 'dynamic'] = first_batch_bad(rank)
     dist.barrier()

@@ -24,7 +24,7 @@ def bad(reason): return pytest.mark.xfail(strict=True, reason=reason)
 
 
 SHARDED = bad('issue 12: sharded gradients of a policy that counts')
-CASES = [*[('step', p) for p in on_ranks.POLICIES], *[('gradscaler', p) for p in on_ranks.POLICIES if p != 'als'], ('fused', 'dynamic'),
+CASES = [*[('step', p) for p in on_ranks.POLICIES], *[('gradscaler', p) for p in on_ranks.POLICIES if p != 'als'], ('fused', 'dynamic'), ('gradscaler alone', 'dynamic'), ('learner alone', 'dynamic'),
          *[(h, p) for h in ('learner', 'alone') for p in ('dynamic', 'als')], ('sharded', 'dynamic'),
          pytest.param('sharded', 'logmax', marks=SHARDED), pytest.param('sharded', 'als_weights', marks=SHARDED)]
 
