@@ -149,7 +149,7 @@ def test_an_interrupted_lr_find_leaves_a_plain_model(policy, tmp_path):
     is_plain(learn.model)
 
 
-LATE = pytest.mark.xfail(strict=True, reason='issue 11: the guard wraps the batch alone, and hooks stay after an exception between batches')
+LATE = pytest.mark.xfail(A.FIRST, strict=True, reason='the first edition: the guard wraps the batch alone, and hooks stay after an exception between batches')
 
 
 @pytest.mark.parametrize('policy', ('dynamic', 'als'))

@@ -30,7 +30,7 @@ def graves(tmp_path_factory):
     return root, p.stderr
 
 
-BROKEN = pytest.mark.xfail(strict=True, reason='issue 11: a file with the losses of a fastai loss cannot be read back')
+BROKEN = pytest.mark.xfail(A.FIRST, strict=True, reason='the first edition: a file with the losses of a fastai loss cannot be read back')
 LIVES = [pytest.param(r, k, marks=BROKEN if r == 'flat_loss' else ()) for r,(_, ks) in killed.RUNS.items() for k in ks if k]
 
 
@@ -52,7 +52,7 @@ def test_the_runs_do_skip_steps_and_move_the_scale(graves):
     assert any(r[2] for r in whole['rows']) and len({r[1] for r in whole['rows']}) > 2
 
 
-LITTER = pytest.mark.xfail(strict=True, reason="issue 11: a killed writer's temporary file stays")
+LITTER = pytest.mark.xfail(A.FIRST, strict=True, reason="the first edition: a killed writer's temporary file stays")
 
 
 @pytest.mark.parametrize('run, point', [pytest.param(r, k, marks=LITTER) for r,k in (('loop', 'save'), ('loop', 'replace'), ('fit', 'replace'))])
@@ -186,7 +186,7 @@ def test_an_old_file_without_a_scaler_warns_and_goes_on(tmp_path):
     assert equal(m.state_dict(), n.state_dict())
 
 
-LATE = pytest.mark.xfail(strict=True, reason='issue 11: a folder that cannot be written to is found at the first save')
+LATE = pytest.mark.xfail(A.FIRST, strict=True, reason='the first edition: a folder that cannot be written to is found at the first save')
 
 
 @pytest.mark.parametrize('where', (pytest.param('missing/x.ckpt', marks=LATE), 'folder'))
