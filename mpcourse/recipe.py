@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-# %% ../nbs/07_recipe.ipynb #4a87fcb9
+# %% ../nbs/07_recipe.ipynb #896826d8
 def train_fp16(
     master:nn.Module, # FP32, what the optimizer moves: trained in place
     opt:torch.optim.Optimizer, # of the master's parameters
@@ -26,7 +26,8 @@ def train_fp16(
         loss = loss_func(model(x.half()).float(), y)                                # 1 forward
         (loss*scale).backward()                                                     # 2 backward
         for m, p in zip(master.parameters(), model.parameters()):
-            m.grad, p.grad = p.grad.float()/scale, None                             # 3 up, then divided
+            m.grad = p.grad.float()/scale                                           # 3 up, then divided
+            p.grad = None
         if all(m.grad.isfinite().all() for m in master.parameters()): opt.step()    # 4 look, then step
         for m, p in zip(master.parameters(), model.parameters()): p.data.copy_(m)   # 5 down
         losses.append(loss.item())
