@@ -21,7 +21,7 @@ from .dynamic import DynamicScaler
 from .policies import get_policy
 from .scaler import LossScaler, reduce, valid_scale
 from .step import (StepOutcome, countable, disarm, named_gradients, parameter_names, skips_itself, unscale_,
-                           warn_of_ranks, with_gathered, in_words)
+                           warn_of_ranks, with_gathered, wants_in_words)
 
 # %% ../nbs/17_gradscaler.ipynb #c8dd789f
 TORCH_DEFAULTS = dict(init_scale=2.**16, growth_factor=2., backoff_factor=.5, growth_interval=2000)
@@ -114,7 +114,7 @@ def _wanted(self:GradScaler):
     known, counted = self._counted or (None, None)
     if wants is known or wants == counted: return counted              # the same question, or nothing that needs hooks
     counted = frozenset(w for w in wants if w in ('found_inf', 'found_after') or countable(w))
-    if missing := in_words(wants - counted - set(self.policy.gathered())):
+    if missing := wants_in_words(wants - counted - set(self.policy.gathered())):
         raise RuntimeError(f'{type(self.policy).__name__} wants {missing}, which only hooks can tell: '
                            'call scaler.attach(model) before the first scaler.scale(loss).')
     self._counted = wants, counted

@@ -12,16 +12,17 @@ from mpcourse.toys import batches, deep_sigmoid, digits
 
 ROWS = ('FP32', 'FP16', 'S = 1')
 SEEDS = range(10)
+STEPS = 400
 
 
 @fast_half()
-def run(row, seed, steps=400):
+def run(row, seed):
     "Mean loss of the last 20 steps"
     S = 1. if row == 'S = 1' else 2.**11
     master = deep_sigmoid(seed)
     model, losses = copy.deepcopy(master).half(), []
     opt = torch.optim.Adam(master.parameters(), lr=6e-3)
-    for x, y in batches(digits(), 128, steps, seed):
+    for x, y in batches(digits(), 128, STEPS, seed):
         loss = F.cross_entropy(model(x.half()).float(), y)
         (loss*S).backward()
         for m, p in zip(master.parameters(), model.parameters()):

@@ -1,5 +1,5 @@
 "Trainings that end at any moment: what is on the disk then, what goes on from it, and what is left in the model"
-import os, resource, signal, subprocess, sys
+import os, resource, signal, subprocess, sys, time  # noqa: F401, the code of ranks uses them all
 from pathlib import Path
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F

@@ -886,6 +886,7 @@ KILLED = """
 import random, torch, torch.nn as nn, torch.nn.functional as F
 from pathlib import Path
 from mpcourse.half import model_to_half
+from mpcourse.checkpoint import *
 from mpcourse.master import *
 
 def training(folder, steps, say):

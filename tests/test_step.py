@@ -295,6 +295,7 @@ def test_what_a_policy_wants_is_counted_also_where_it_does_not_ask_for_found_inf
 GLOO = '''
 from functools import partial
 from mpcourse.scaler import *
+from mpcourse.step import *
 from mpcourse.scaler import reduce
 W = dist.group.WORLD
 mine = Observation(('found_inf', 'total'), torch.tensor([float(rank), 10.]))

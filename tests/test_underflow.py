@@ -604,7 +604,7 @@ def test_the_collector_tells_the_same(how):
     from mpcourse.monitor import TensorCollector
     net, batch = sig8()
     step, opt = MixedStep(scaler := StaticScaler(4.)), torch.optim.SGD(net.parameters(), lr=0.)
-    flush = FlushProbe(lambda: batch, cross_entropy) if how == 'probe' else 'exact'
+    flush = FlushProbe(lambda: batch, cross_entropy) if how == 'probe' else count_flushed()
     with TensorCollector(net, 2, kinds=('weight_grad', 'activation_grad'), stats=('zeros', 'flushed'), scaler=scaler, flush=flush) as c:
         for _ in range(3): step(net, *batch, opt, cross_entropy); c.step()
         assert modes() == [] and sorted({r['step'] for r in c.records}) == [0, 2]
@@ -620,7 +620,7 @@ def test_what_the_cast_of_a_weight_flushes(how):
     net, batch = sig8()
     with torch.no_grad(): net[3].weight[:, ::4] = 2.**-30
     step, opt = MixedStep(scaler := StaticScaler(4.)), torch.optim.SGD(net.parameters(), lr=0.)
-    flush = FlushProbe(lambda: batch, cross_entropy) if how == 'probe' else 'exact'
+    flush = FlushProbe(lambda: batch, cross_entropy) if how == 'probe' else count_flushed()
     with TensorCollector(net, 1, kinds=('weight', 'weight_grad'), stats=('zeros', 'flushed'), scaler=scaler, flush=flush) as c:
         for _ in range(2): step(net, *batch, opt, cross_entropy); c.step()
     for r in c.records:
@@ -650,7 +650,7 @@ def test_a_collection_given_up_leaves_no_mode():
     c.close()
     assert modes() == []
     with pytest.raises(ValueError, match="flush cannot be 'exactly': give count_flushed"): TensorCollector(net, flush='exactly')
-    with pytest.raises(ValueError, match='has to know the batch'): TensorCollector(net, flush='probe')
+    with pytest.raises(ValueError, match="flush cannot be 'probe'"): TensorCollector(net, flush='probe')
 
 
 @pytest.mark.parametrize('how', ['exact', 'probe'])

@@ -11,6 +11,7 @@ The table is studies/claims.json. Its red cells may only become fewer: the exit 
 when a cell is red that it does not know (--accept stores it all the same).
 """
 import argparse, ast, asyncio, hashlib, json, os, re, subprocess, sys, tempfile, time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -354,7 +355,12 @@ def run_missing(args, pairs, rows):
             with partial.open('a', encoding='utf-8') as f: f.write('\n' + json.dumps(row, ensure_ascii=False))
             bar.set_postfix_str(f'{row["chapter"]}, {row["variation"]}: {len(row["failed"])} red', refresh=False)
             bar.update()
-        asyncio.run(run_all(todo, args.workers, done))
+        run_async(run_all(todo, args.workers, done))
+
+
+def run_async(coro):
+    "Run a coroutine in a thread of its own: the caller may have an event loop already, as browser tests have"
+    with ThreadPoolExecutor(1) as pool: return pool.submit(asyncio.run, coro).result()
 
 
 def main(argv=None) -> int: # 1 if a cell is red that the stored table does not know
