@@ -1,4 +1,5 @@
 "What each of two ranks does for test_4_ranks.py; every function returns what is to be compared"
+import random
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -132,7 +133,7 @@ def resumed(rank, folder):
     "A fit on each rank with other data, dropout and shuffles, the same path on both: stopped, run again, and once whole"
     xs, ys = map(torch.cat, zip(*[data(rank, i, False) for i in range(16)]))
     def fit(path, seed, stop=None):
-        torch.manual_seed(seed + rank)
+        torch.manual_seed(seed + rank); random.seed(seed + rank)        # fastai shuffles with Python's generator
         model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(.3), nn.Linear(16, 3))
         learn = A.make_learner(model, (xs, ys), (xs[:8], ys[:8]), scaler('dynamic'), loss_func=F.cross_entropy, cbs=[A.checkpoint(path, 5)])
         try:
