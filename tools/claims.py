@@ -247,7 +247,7 @@ async def run(
     start, nb, died = time.perf_counter(), prepared(path), []
     with tempfile.TemporaryDirectory() as folder:
         client = make_client(nb, v.python, folder, limit)
-        try: await client.async_execute(env=environment(v, folder))
+        try: await client.async_execute(env=environment(v, folder), cleanup_kc=True)     # or its kernel would stay
         except Exception as e: died = [dict(cell=0, id='', line='', error=f'{type(e).__name__}: {e}'[:400])]
     return dict(chapter=path.stem, variation=v.name, key=key, on=f'{machine()}, {versions(v.python)}',
                 seconds=round(time.perf_counter() - start), first=first_losses(nb), failed=failures(nb) + died)

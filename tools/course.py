@@ -163,7 +163,7 @@ async def execute(
                                 extra_arguments=['--log-level=ERROR', '--HistoryManager.enabled=False'])
         client.reset_execution_trackers()
         try:
-            async with client.async_setup_kernel(env=kernel_env(folder)):
+            async with client.async_setup_kernel(env=kernel_env(folder), cleanup_kc=True):
                 for i, cell in enumerate(nb.cells):
                     at, start = cell if cell.cell_type == 'code' else at, time.perf_counter()
                     # nbclient interrupts a slow cell again and again; what ignores that is given up with its kernel
