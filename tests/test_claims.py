@@ -1,5 +1,5 @@
 "`make claims`: what it finds, what it runs again, and two chapters under other seeds"
-import asyncio, importlib.util, json, sys
+import importlib.util, json, sys
 
 import pytest
 from conftest import ROOT
@@ -14,7 +14,7 @@ spec.loader.exec_module(claims)
 def seeds(*ns): return [v for v in claims.variations(range(10)) if v.name in {f'seed {n}' for n in ns}]
 
 
-def run(path, n): return asyncio.run(claims.run(path, *seeds(n)))
+def run(path, n): return claims.run_async(claims.run(path, *seeds(n)))
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_run_leaves_nothing_behind_and_skips_what_it_cannot_run(small_course):
 def test_a_kernel_that_dies_and_a_cell_that_hangs_are_red(small_course):
     nbs = small_course(_01_a=['# A', 'import os; os._exit(1)'], _02_b=['# B', 'import time; time.sleep(60)', 'assert False, "ran all the same"'])
     assert 'DeadKernelError' in run(nbs/'01_a.ipynb', 0)['failed'][0]['error']
-    hung = asyncio.run(claims.run(nbs/'02_b.ipynb', *seeds(0), limit=5))['failed']
+    hung = claims.run_async(claims.run(nbs/'02_b.ipynb', *seeds(0), limit=5))['failed']
     assert [(f['cell'], f['error']) for f in hung] == [(2, 'Timeout: more than 5 s'), (3, 'AssertionError: ran all the same')]
 
 
@@ -158,5 +158,5 @@ def test_ten_seeds_give_ten_different_first_losses():
 @pytest.mark.parametrize('n', [11, 12])
 def test_two_chapters_hold_under_other_seeds(stem, n):
     v = claims.Variation(f'seed {n}', 'seeds', (('MPCOURSE_SEED', str(n)),))
-    row = asyncio.run(claims.run(ROOT/'nbs'/f'{stem}.ipynb', v))
+    row = claims.run_async(claims.run(ROOT/'nbs'/f'{stem}.ipynb', v))
     assert not row['failed'] and row['first'], claims.table([row])
