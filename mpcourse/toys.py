@@ -521,8 +521,11 @@ class Study:
         return importlib.import_module(self.path.stem)
 
     def run(self, row, seed) -> dict:
-        "One row with one seed, live"
-        return {k: float(v) for k, v in self.module.run(row, seed).items()}
+        "One row with one seed, live; a stored seed means the same under any MPCOURSE_SEED"
+        shift = os.environ.pop('MPCOURSE_SEED', None)
+        try: return {k: float(v) for k, v in self.module.run(row, seed).items()}
+        finally:
+            if shift is not None: os.environ['MPCOURSE_SEED'] = shift
 
     def source(self):
         "The script, folded, to be shown in a page"
@@ -538,7 +541,7 @@ def study(
     folder = Path(importlib.util.find_spec('mpcourse').origin).parents[1]/'studies'
     if not folder.is_dir():
         raise FileNotFoundError('Studies come with a clone of the course, and mpcourse was installed without one.')
-    there = sorted(f.stem for f in folder.glob('*.json'))
+    there = sorted(f.stem for f in folder.glob('*.json') if f.with_suffix('.py').exists())
     if name not in there: raise ValueError(f'There is no study {name!r}: there are {", ".join(there)}.')
     return Study(folder/f'{name}.json')
 

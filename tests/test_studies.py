@@ -12,7 +12,7 @@ from mpcourse.unit import unit_cross_entropy
 from mpcourse.unit_models import CharModel
 
 FOLDER = ROOT/'studies'
-NAMES = sorted(f.stem for f in FOLDER.glob('*.json'))
+NAMES = sorted(f.stem for f in FOLDER.glob('*.json') if f.name != 'claims.json')     # tools/claims.py writes that one
 
 
 def internal(path): return [n.module for n in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(n, ast.ImportFrom)]
@@ -49,9 +49,11 @@ def test_the_library_knows_no_study():
 
 
 @pytest.mark.parametrize('name, row', [('rain_study', 'torch'), ('bakeoff_study', 'deep_sigmoid: fp32'), ('als_table', 'FP32')])
-def test_a_stored_row_again(name, row):
+def test_a_stored_row_again(monkeypatch, name, row):
+    monkeypatch.setenv('MPCOURSE_SEED', '7')        # shifts the seeds of chapters, not those of stored results
     s = study(name)
     found = s.run(row, s.seeds[0])
+    assert os.environ['MPCOURSE_SEED'] == '7'
     assert set(found) == set(s.results[0]['value'])
     assert {k: v for k, v in s.misses(row, found).items() if not k.startswith('ms')} == {}
 
