@@ -1111,8 +1111,8 @@ def test_training_curves_agree_with_native_half(toy):
 def test_convergence_counts_of_the_deep_sigmoid_net_agree():
     pytest.importorskip('sklearn')
     from mpcourse.toys import half_pass, train_toy
-    def count(ctx, scale):
-        with ctx(): return sum(train_toy('deep_sigmoid', half_pass(scale=scale), seed=s,
-            steps=300 if scale < 2**20 else 20).loss < 2. for s in (0, 1, 2))
-    for scale, least, most in ((1., 0, 0), (2.**10, 2, 3), (2.**24, 0, 0)):         # when a seed breaks out is chance
-        for ctx in (fast_half, torch.enable_grad): assert least <= count(ctx, scale) <= most
+    def learns(ctx, scale, seed, steps):
+        with ctx(): return train_toy('deep_sigmoid', half_pass(scale=scale), seed=seed, steps=steps).loss < 2.
+    for ctx in (fast_half, torch.enable_grad):
+        assert not learns(ctx, 1., 0, 200) and not learns(ctx, 2.**24, 0, 20)
+        assert any(learns(ctx, 2.**10, seed, 300) for seed in (0, 1, 2))            # when a seed breaks out is chance
