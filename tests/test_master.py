@@ -1,5 +1,5 @@
 """Masters against a float64 reference; half weights within forward against a model that is half; training states that are killed, cut and foreign."""
-import copy, os, pickle, random, subprocess, sys, warnings
+import copy, inspect, os, pickle, random, subprocess, sys, warnings
 
 import numpy as np
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
@@ -563,6 +563,20 @@ def test_checkpointed_activations(reentrant):
     assert all_same(want, grads(lambda net: checkpoint(net, x, use_reentrant=reentrant)))
 
 
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_a_checkpointed_function_of_a_weight(reentrant):
+    "Computed again outside every forward, where the weight is FP32: autocast, which checkpoint restores, casts it"
+    class Own(nn.Module):
+        def __init__(self): super().__init__(); torch.manual_seed(0); self.w = nn.Parameter(torch.randn(8, 8))
+        def forward(self, x, how=None):
+            def f(x): return F.linear(x, self.w).tanh()
+            return f(x) if how is None else checkpoint(f, x, use_reentrant=how)
+    a, b, x = Own(), Own(), torch.randn(5, 8).half().requires_grad_()
+    with HalfWeights(a): a(x).float().square().mean().backward()
+    with HalfWeights(b): b(x, reentrant).float().square().mean().backward()
+    assert same_bits(a.w.grad, b.w.grad)
+
+
 def test_two_passes_before_one_backward():
     a, b, x, y = small(), small(), torch.randn(5, 8).half(), torch.randn(5, 8).half()
     with HalfWeights(a): (a(x).float().square().mean() + a(y).float().square().mean()).backward()
@@ -586,7 +600,7 @@ class Writer(nn.Module):
 def test_parts_that_are_called_directly():
     net, twin, ids = Writer(), model_to_half(Writer()), torch.tensor([[1, 2]])
     with HalfWeights(net):
-        assert torch.equal(net.generate(ids, 5), twin.generate(ids, 5))
+        assert torch.equal(net.generate(ids, 5), twin.generate(ids, 5)) and str(inspect.signature(net.forward)) == '(ids)'
         h = net.body(ids)
         assert h.dtype is H and same_bits(h.detach(), twin.body(ids).detach()) and net.forward(ids).dtype is H
         net.head(h).float().sum().backward()
