@@ -52,16 +52,16 @@ def _floats(model):
                 if is_lazy(t): raise ValueError(f'{path}.{n} has no shape yet: show the model a batch in FP32 first.')
                 yield f'{path}.{n}'.lstrip('.'), t, m, tensors is m._buffers
 
-# %% ../nbs/08_half.ipynb #1b6dd2cc
+# %% ../nbs/08_half.ipynb #472d42c6
 def cast_policy(
     model:nn.Module, # any model; it is not changed
     dtype:torch.dtype=torch.float16, # torch.float16 or torch.bfloat16
 )->dict: # name -> dtype of every parameter and floating-point buffer; integers are not listed
     "Buffers, norms and losses in float32, all else in `dtype`; ValueError where that cannot be"
     if dtype not in HALVES: raise ValueError(f'Half precision is torch.float16 or torch.bfloat16, not {dtype!r}.')
-    wide = {part for m in getattr(model, 'modules', tuple)() if keeps_fp32(m) for part in m.modules()}
-    policy, firsts = {}, {}
-    for name, t, m, buffer in _floats(model):
+    policy, firsts, found = {}, {}, list(_floats(model))
+    wide = {part for m in model.modules() if keeps_fp32(m) for part in m.modules()}
+    for name, t, m, buffer in found:
         policy[name] = torch.float32 if buffer or m in wide else dtype
         first = firsts.setdefault(id(t), name)
         if policy[first] != policy[name]:
@@ -188,7 +188,7 @@ def _remove_casts(model):
                 del hooks[k]
                 m._forward_pre_hooks_with_kwargs.pop(k, None)
 
-# %% ../nbs/08_half.ipynb #6eaca435
+# %% ../nbs/08_half.ipynb #9e708f7c
 def model_to_half(
     model:nn.Module, # changed in place; in any floating-point dtype, compiled or not
     dtype:torch.dtype=torch.float16, # torch.float16 or torch.bfloat16
@@ -199,7 +199,8 @@ def model_to_half(
     _set_dtypes(model, policy)
     norm_hooks(model, dtype)
     for m in model.modules():
-        if any(map(has_buffers, m.modules())) and 'forward' not in vars(m): m.forward = AutocastForward(m, dtype)
+        plain = type(m).forward is not nn.Module.forward and 'forward' not in vars(m)   # a list of modules has none
+        if plain and any(map(has_buffers, m.modules())): m.forward = AutocastForward(m, dtype)
         if isinstance(m, nn.TransformerEncoder): m._nested, m.use_nested_tensor = m.use_nested_tensor, False
     return model
 

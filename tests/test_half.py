@@ -221,7 +221,13 @@ class Kernel(nn.Module):
     def forward(self, x): self.seen += 1; return self.lin(x @ self.k)
 
 
-WITH_BUFFERS = {'gain': Gain, 'table': lambda: nn.Sequential(nn.Linear(8, 8), Table(), nn.Linear(8, 4)),
+class Blocks(nn.Module):
+    "Buffers below a list, which has no forward"
+    def __init__(self): super().__init__(); self.blocks = nn.ModuleList([Gain(), Gain()])
+    def forward(self, x): return self.blocks[1](self.blocks[0](x))
+
+
+WITH_BUFFERS = {'gain': Gain, 'list': Blocks, 'table': lambda: nn.Sequential(nn.Linear(8, 8), Table(), nn.Linear(8, 4)),
                 'table first': lambda: nn.Sequential(Table(), nn.LayerNorm(8), nn.GRU(8, 4)), 'kernel': Kernel, 'linear': lambda: with_buffer(nn.Linear(8, 4))}
 def with_buffer(m): m.register_buffer('rate', torch.tensor(.1)); return m
 
