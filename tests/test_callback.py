@@ -788,6 +788,14 @@ def test_fastais_own_mixed_precision_beside_ours_is_refused(make):
     assert '_do_one_batch' not in vars(plain)
 
 
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_that_is_not_fp32_is_refused(dtype):
+    learn = learner()
+    learn.model.to(dtype)
+    with pytest.raises(ValueError, match=f'is {dtype}'): fit(learn, 1)
+    assert {p.dtype for p in learn.model.parameters()} == {dtype} and not any('forward' in vars(m) for m in learn.model.modules())
+
+
 def test_another_model_or_another_layer_is_taken_up():
     learn = fit(learner(), 1)
     learn.model.mid = nn.Linear(8, 8)

@@ -68,7 +68,7 @@ M = [Mutant(*row) for row in (
     ('master', 'masters = [[_wide(p).clone() for p in g] for g in groups]', 'masters = [[_wide(p.half()).clone() for p in g] for g in groups]', 6, 'masters'),
     ('master', 'm.grad = None if g is None else _wide(g)*inv_scale', 'm.grad = None if g is None else _wide(g*inv_scale)', 6, 'masters'),
     ('master', 'for p, m in zip(ps, new, strict=True): p.copy_(m)', 'pass', 6, 'masters'),
-    ('master', 'for n in names.get(m, ()) if', 'for n in names.get(m, ())[:1] if', 1, 'recipes'),
+    ('master', 'for n in (\'_flat_weights\', \'_flat_weight_refs\'): put(m, n, ())', 'pass', 2, 'plain'),
     # the cast policy, and norms in FP32
     ('half', 'policy[name] = torch.float32 if buffer or m in wide else dtype', 'policy[name] = dtype', 6, 'casts_all or norm'),
     ('half', 'torch.float32 if buffer or m in wide else dtype', 'torch.float32 if m in wide else dtype', 6, 'rotary'),
