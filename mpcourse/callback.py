@@ -210,7 +210,7 @@ class MixedPrecisionCB(GuardedCallback):
         now.open = True
         if self._lent is None or self._lent.model is not learn.model: self._attach(learn.model)
         if self._hooks is None and in_fit(learn): self._hooks = self.scaler.attach(learn.model)
-        self._lent.enter() # before the dispatch mode, which would slow the casts down
+        self._lent.install()
         now.inputs, learn.xb = (learn.xb,), cast(learn.xb, self.dtype)
         self._emulate()
 
@@ -245,7 +245,7 @@ class MixedPrecisionCB(GuardedCallback):
         if not now.open: return
         try: self._pause()
         finally:
-            if self._lent is not None: self._lent.leave()
+            if self._lent is not None: self._lent.remove()
         if now.inputs is not None and learn.xb is not None: learn.xb, = now.inputs
         now.inputs, now.open = None, False
 

@@ -4,19 +4,22 @@
 
 # %% auto #0
 __all__ = ['NORMS', 'HALVES', 'MIXED', 'is_norm', 'keeps_fp32', 'cast_policy', 'cast', 'CastIn', 'CastOut', 'Handles',
-           'takes_half', 'norm_hooks', 'hook_norms', 'model_to_half', 'model_to_float', 'in_float', 'clamp_infinite',
-           'ClampInfinite', 'clamp_hooks', 'model_bytes', 'saved_bytes', 'check_half_bytes', 'check_safe_weights',
-           'check_half_rms', 'check_keep_float']
+           'takes_half', 'norm_hooks', 'as_came_in', 'has_buffers', 'WrappedForward', 'AutocastForward',
+           'model_to_half', 'model_to_float', 'clamp_infinite', 'ClampInfinite', 'clamp_hooks', 'model_bytes',
+           'saved_bytes', 'check_half_bytes', 'check_safe_weights', 'check_half_rms', 'check_keep_float']
 
-# %% ../nbs/08_half.ipynb #573da0f4
+# %% ../nbs/08_half.ipynb #7e55c9d7
 import re
 from copy import copy
-from functools import partial
+from functools import update_wrapper
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+
 from .formats import expect
 
 # %% ../nbs/08_half.ipynb #c5da1e7a
@@ -29,46 +32,42 @@ def is_norm(
     named = re.search(r'norm(_?\dd)?$', type(m).__name__, re.IGNORECASE) and not any(m.children())
     return isinstance(m, NORMS) or bool(named)
 
-# %% ../nbs/08_half.ipynb #502106e4
+# %% ../nbs/08_half.ipynb #62ef7a96
 HALVES = (torch.float16, torch.bfloat16)
 
 def keeps_fp32(
     m:nn.Module, # a module
 )->bool:
-    "Does a module stay in FP32: a norm, or a loss?"
-    return is_norm(m) or isinstance(m, _Loss)
+    "Does a module stay in FP32: a norm, a loss, or a parametrization?"
+    return is_norm(m) or isinstance(m, (_Loss, ParametrizationList))
 
-def _floats(
-    model:nn.Module, # any model
-):  # yields (name, tensor, owner stays in FP32?), tied ones once per name
-    "Every floating-point parameter and buffer"
+def _floats(model):
+    "(name, tensor, its module, is it a buffer?) of every floating-point tensor; tied ones once for each name"
     if not isinstance(model, nn.Module):
         raise TypeError(f'A model is wanted, an nn.Module, not a {type(model).__name__}.')
-    fp32 = {id(s) for m in model.modules() if keeps_fp32(m) for s in m.modules()}
-    for prefix, m in model.named_modules(remove_duplicate=False):
-        for n, t in (*m._parameters.items(), *m._buffers.items()):
-            name = f'{prefix}.{n}' if prefix else n
-            if t is not None and is_lazy(t):
-                raise ValueError(f'{name} has no shape yet: show the model one batch in FP32 first, then cast it.')
-            if t is not None and t.is_floating_point(): yield name, t, id(m) in fp32
+    for path, m in model.named_modules(remove_duplicate=False):
+        for tensors in (m._parameters, m._buffers):
+            for n, t in tensors.items():
+                if t is None or not t.is_floating_point(): continue
+                if is_lazy(t): raise ValueError(f'{path}.{n} has no shape yet: show the model a batch in FP32 first.')
+                yield f'{path}.{n}'.lstrip('.'), t, m, tensors is m._buffers
 
-# %% ../nbs/08_half.ipynb #62b775d2
+# %% ../nbs/08_half.ipynb #472d42c6
 def cast_policy(
     model:nn.Module, # any model; it is not changed
     dtype:torch.dtype=torch.float16, # torch.float16 or torch.bfloat16
 )->dict: # name -> dtype of every parameter and floating-point buffer; integers are not listed
-    "Norms and losses in float32, the rest in `dtype`; a ValueError where there is nothing to cast, or no way to"
+    "Buffers, norms and losses in float32, all else in `dtype`; ValueError where that cannot be"
     if dtype not in HALVES: raise ValueError(f'Half precision is torch.float16 or torch.bfloat16, not {dtype!r}.')
-    policy, firsts = {}, {}
-    for name, t, stays in _floats(model):
-        policy[name] = torch.float32 if stays else dtype
+    policy, firsts, found = {}, {}, list(_floats(model))
+    wide = {part for m in model.modules() if keeps_fp32(m) for part in m.modules()}
+    for name, t, m, buffer in found:
+        policy[name] = torch.float32 if buffer or m in wide else dtype
         first = firsts.setdefault(id(t), name)
         if policy[first] != policy[name]:
-            raise ValueError(f'{first} and {name} are one tensor, and only one of them belongs to a norm, '
-                             'which stays in float32: untie them.')
+            raise ValueError(f'{first} and {name} are one tensor, and only one of them stays in float32: untie them.')
     if not any(p.is_floating_point() for p in model.parameters()):
-        raise ValueError(f'This {type(model).__name__} has no floating-point parameter: there is nothing to put in '
-                         'half precision.')
+        raise ValueError(f'This {type(model).__name__} has no floating-point parameter: nothing can be put in {dtype}.')
     return policy
 
 # %% ../nbs/08_half.ipynb #9364f073
@@ -93,7 +92,7 @@ def cast(
     "Cast floating-point tensors, wherever they are"
     return _map(lambda t: t.to(dtype), x)
 
-# %% ../nbs/08_half.ipynb #9f025eae
+# %% ../nbs/08_half.ipynb #f7dad9ab
 class CastIn:
     "A forward pre-hook: whatever floats come in are cast"
     def __init__(self, dtype): self.dtype = dtype
@@ -113,7 +112,7 @@ class Handles(list):
     def __enter__(self): return self
     def __exit__(self, *exc): self.remove()
 
-# %% ../nbs/08_half.ipynb #58958a93
+# %% ../nbs/08_half.ipynb #a786f2fc
 MIXED = {nn.BatchNorm1d: ('cpu', 'cuda'), nn.BatchNorm2d: ('cpu', 'cuda'), nn.BatchNorm3d: ('cpu', 'cuda'),
          nn.LayerNorm: ('cpu',), nn.GroupNorm: ('cpu',)} # kernels that take half inputs beside FP32 weights, and where
 
@@ -121,37 +120,57 @@ def takes_half(
     m:nn.Module, # a norm
 )->bool:
     "Can this norm be given half inputs, and computes in FP32 all the same?"
-    if type(m) not in MIXED: return False
     t = next((t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None), None)
-    return t is not None and t.device.type in MIXED[type(m)]
+    return t is not None and t.device.type in MIXED.get(type(m), ())
 
 def norm_hooks(
     model:nn.Module, # any model
-    dtype:torch.dtype=torch.float16, # what the norms hand back; the result of a loss stays float32
+    dtype:torch.dtype=torch.float16, # what norms and parametrizations hand on; a loss stays float32
 )->Handles: # call its `remove()`, or use it as a context
-    "Let norms and losses compute in float32: inputs cast up, outputs cast back"
-    return hook_norms([m for m in model.modules() if keeps_fp32(m)], dtype)
-
-def hook_norms(
-    layers, # modules
-    dtype, # of what norms hand on
-): # Handles
-    "What `norm_hooks` does, to layers that are known"
+    "Let what stays in FP32 compute in FP32: inputs cast up, outputs cast down"
     res = Handles()
-    for m in layers:
-        if takes_half(m): continue
+    for m in model.modules():
+        if not keeps_fp32(m) or takes_half(m): continue
         res.append(m.register_forward_pre_hook(CastIn(torch.float32), with_kwargs=True))
-        if is_norm(m): res.append(m.register_forward_hook(CastOut(dtype), prepend=True))
+        if not isinstance(m, _Loss): res.append(m.register_forward_hook(CastOut(dtype), prepend=True))
     return res
 
-# %% ../nbs/08_half.ipynb #98ca73b2
+# %% ../nbs/08_half.ipynb #f7720a07
+def as_came_in(
+    args:tuple, # what a module was given
+    out, # what it returned
+):  # the output; as half where half came in and float32 of the same shape goes out
+    "Hand half on, as a module without FP32 buffers would"
+    x = args[0] if args else None
+    if not (isinstance(x, Tensor) and isinstance(out, Tensor)): return out
+    widened = x.dtype in HALVES and out.dtype == torch.float32 and out.shape == x.shape
+    return out.to(x.dtype) if widened else out
+
+def has_buffers(
+    m:nn.Module, # a module; its parts are not looked at
+)->bool:
+    "Does it hold floating-point buffers that half numbers will meet?"
+    return not keeps_fp32(m) and any(b is not None and b.is_floating_point() for b in m._buffers.values())
+
+# %% ../nbs/08_half.ipynb #0631a176
+class WrappedForward:
+    "Stands for a module's `forward`, which is kept as `plain`; what it does instead is said by a subclass"
+    def __init__(self, module, dtype):
+        self.module, self.dtype, self.plain = module, dtype, module.forward
+        update_wrapper(self, self.plain)
+
+class AutocastForward(WrappedForward):
+    "A module's `forward` inside autocast, half in and half out"
+    def __call__(self, *args, **kwargs):
+        device = next(self.module.buffers()).device.type
+        with torch.autocast(device, self.dtype): out = self.plain(*args, **kwargs)
+        return as_came_in(args, out) if has_buffers(self.module) else out
+
+# %% ../nbs/08_half.ipynb #3b2df333
 @torch.no_grad()
-def _set_dtypes(
-    model:nn.Module, # changed in place: the same tensor objects with other data, gradients too
-    policy:dict, # name -> dtype
-):
-    "Give every floating-point parameter and buffer its dtype"
-    for name, t, _ in list(_floats(model)):
+def _set_dtypes(model, policy):
+    "Give every floating-point parameter and buffer its dtype: the same objects with other data, gradients too"
+    for name, t, _, _ in list(_floats(model)):
         if t.dtype == policy[name]: continue
         grad, t.grad = t.grad, None
         t.data = t.data.to(policy[name])
@@ -160,23 +179,29 @@ def _set_dtypes(
         if isinstance(m, nn.RNNBase): m.flatten_parameters()    # cuDNN wants them in one piece
 
 def _remove_casts(model):
-    "Remove what `norm_hooks` has put into a model, or into the model of which this one is a copy"
+    "Remove what `model_to_half` has put into a model, or into the model of which this one is a copy"
     for m in model.modules():
+        if isinstance(vars(m).get('forward'), AutocastForward): del m.forward
+        if '_nested' in vars(m): m.use_nested_tensor = vars(m).pop('_nested')
         for hooks in (m._forward_pre_hooks, m._forward_hooks):
             for k in [k for k, h in hooks.items() if isinstance(h, (CastIn, CastOut))]:
                 del hooks[k]
                 m._forward_pre_hooks_with_kwargs.pop(k, None)
 
-# %% ../nbs/08_half.ipynb #83c505b5
+# %% ../nbs/08_half.ipynb #9e708f7c
 def model_to_half(
-    model:nn.Module, # changed in place; compiled or half already is fine
+    model:nn.Module, # changed in place; in any floating-point dtype, compiled or not
     dtype:torch.dtype=torch.float16, # torch.float16 or torch.bfloat16
 )->nn.Module: # the model
-    "Put a model in half precision by `cast_policy`; its norms compute in float32"
+    "Put a model in half precision by `cast_policy`; its norms compute in float32, and its buffers stay float32"
     policy = cast_policy(model, dtype)
     _remove_casts(model)
     _set_dtypes(model, policy)
     norm_hooks(model, dtype)
+    for m in model.modules():
+        plain = type(m).forward is not nn.Module.forward and 'forward' not in vars(m)   # a list of modules has none
+        if plain and any(map(has_buffers, m.modules())): m.forward = AutocastForward(m, dtype)
+        if isinstance(m, nn.TransformerEncoder): m._nested, m.use_nested_tensor = m.use_nested_tensor, False
     return model
 
 def model_to_float(
@@ -187,15 +212,6 @@ def model_to_float(
     _remove_casts(model)
     _set_dtypes(model, policy)
     return model
-
-# %% ../nbs/08_half.ipynb #4ef665ad
-def _in_float(f, *args, **kwargs): return f(*cast(args, torch.float32), **cast(kwargs, torch.float32))
-
-def in_float(
-    f, # a loss, or any function of tensors
-):  # the function on float32 copies of its floating-point arguments
-    "Compute a function in float32, whatever it is given"
-    return partial(_in_float, f)
 
 # %% ../nbs/08_half.ipynb #debfe92b
 def clamp_infinite(

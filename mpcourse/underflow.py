@@ -28,7 +28,7 @@ from .callback import valid_scheme, in_fit, MixedPrecisionCB, SCHEME_DTYPES
 from .emulate import emulate, exact_loss, op_kind
 from .tensorcore import changed_args, open_op, tensors_in, fast_half
 from .formats import expect, get_format
-from .half import CastIn, CastOut, cast, cast_policy, HALVES, norm_hooks
+from .half import CastIn, CastOut, cast, cast_policy, HALVES, norm_hooks, WrappedForward
 from .hooks import OwnedHook, valid_types, named_tensors, remove_all, match_names, TensorHooks
 from .monitor import inverse_scale, open_writers, known_flush, TensorCollector
 from .plots import CYCLE, format_band, log2_axis
@@ -257,7 +257,7 @@ def _cast_share(t, dtype):
 # %% ../nbs/20_underflow.ipynb #7011c3cf
 @contextmanager
 def _stripped(model):
-    "Hooks that watch a model, or cast for it, are away, and so is what chapter 09's `HalfWeights` lends it"
+    "Hooks that watch or cast are away, and what chapters 08 and 09 put before forwards and weights"
     kept, away = [], (OwnedHook, CastIn, CastOut)
     for m in model.modules():
         d = m.__dict__
@@ -265,6 +265,7 @@ def _stripped(model):
             if not any(isinstance(h, away) for h in d[n].values()): continue
             kept.append((d, n, d[n]))
             d[n] = type(d[n])((k, h) for k,h in d[n].items() if not isinstance(h, away))
+        if isinstance(d.get('forward'), WrappedForward): kept.append((d, 'forward', d.pop('forward')))
         kept += [(d, n, d.pop(n)) for n in (*m._parameters, *m._buffers) if n in d]
     try: yield
     finally:
@@ -277,6 +278,11 @@ def _stand_ins(model, dtype):
     def like(n, t): return t.to(policy.get(n, torch.float32)) if t.is_floating_point() else t
     return leaves, {**{n: like(n, p) for n,p in leaves.items()},
                     **{n: like(n, b.clone()) for n,b in model.named_buffers()}}
+
+def _net(model, dtype):
+    "Autocast, as in chapter 08; none in FP32"
+    half = dtype in HALVES
+    return torch.autocast(next(model.parameters()).device.type, dtype if half else torch.bfloat16, enabled=half)
 
 def _inside(compute, dtype, model):
     "The contexts of a replay"
@@ -317,7 +323,8 @@ def _replay(model, batch, loss_func, dtype, scale, compute, acts):
         with TensorHooks(model, lambda name, kind, t: acts.__setitem__(name, t), 'activation', root=True), \
              _inside(compute, dtype, model):
             xb = cast(batch[0], dtype)
-            pred = torch.func.functional_call(model, state, xb if isinstance(xb, tuple) else (xb,))
+            with _net(model, dtype): # where FP32 buffers meet half numbers
+                pred = torch.func.functional_call(model, state, xb if isinstance(xb, tuple) else (xb,))
             boxed = any(isinstance(m, emulate) for m in _modes())
             loss = exact_loss(loss_of, pred) if boxed else loss_of(pred)
             ends = {**{(n, 'weight_grad'): p for n,p in leaves.items() if p.requires_grad},

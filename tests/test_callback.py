@@ -138,8 +138,9 @@ class Probe(Callback):
     "Asserts at every event what a callback at its place may expect"
     def __init__(self, order, scale, dtype=H): self.order, self.scale, self.dtype, self.seen = order, scale, dtype, []
     def look(self, lent, event):
-        m, d = self.learn.model, self.dtype if lent else F32
-        assert [m.emb.weight.dtype, m.conv.bias.dtype, m.frozen.weight.dtype, m.head.weight.dtype] == [d]*4, event
+        m = self.learn.model
+        assert [m.emb.weight.dtype, m.conv.bias.dtype, m.frozen.weight.dtype, m.head.weight.dtype] == [F32]*4, event
+        assert ('forward' in vars(m)) == lent, event            # only within forward are weights half
         assert [t.dtype for t in (m.bn.weight, m.bn.running_mean, m.norm.bias)] == [F32]*3, event
         assert {p.dtype for p in m.parameters()} == {F32} and m.head.weight is m.emb.weight, event
         assert torch.is_autocast_enabled() is False
@@ -687,9 +688,9 @@ def test_copies_of_a_learner_are_learners_of_their_own(how):
     twin, was = how(learn), weights(learn)
     assert twin.model is not learn.model and twin._do_one_batch.learn is twin and twin._do_one_batch.cb is not learn._do_one_batch.cb
     seen = []
-    twin.add_cb(At('after_pred', lambda l: seen.append((l is twin, l.model.mid.weight.dtype, learn.model.mid.weight.dtype))))
+    twin.add_cb(At('after_pred', lambda l: seen.append((l is twin, *('forward' in vars(m.model.mid) for m in (l, learn))))))
     fit(twin, 1)
-    assert set(seen) == {(True, H, F32)} and same(weights(learn), was) and not same(weights(twin), was)
+    assert set(seen) == {(True, True, False)} and same(weights(learn), was) and not same(weights(twin), was)
     assert len(learn.mixed_precision_cb.history) == 4 and len(twin.mixed_precision_cb.history) == 8
     twin.remove_cb(MixedPrecisionCB)
     assert '_do_one_batch' in vars(learn) and '_do_one_batch' not in vars(twin)
@@ -722,12 +723,12 @@ def test_removing_the_callback_removes_the_guard_and_the_scalers_hooks():
     learn.remove_cb(cb)
     assert Climber.attached == 0 and '_do_one_batch' not in vars(learn) and cb.learn is None and cb not in learn.cbs
     seen = []
-    learn.add_cb(At('after_pred', lambda l: seen.append(l.model.mid.weight.dtype)))
+    learn.add_cb(At('after_pred', lambda l: seen.append('forward' in vars(l.model.mid))))
     fit(learn, 1)
-    assert set(seen) == {F32}
+    assert set(seen) == {False}
     learn.add_cb(cb)
     fit(learn, 1)
-    assert H in seen and Climber.attached == 0
+    assert True in seen and Climber.attached == 0
 
 
 def test_a_callback_given_to_one_fit_is_gone_after_it_even_after_an_exception():
@@ -787,16 +788,24 @@ def test_fastais_own_mixed_precision_beside_ours_is_refused(make):
     assert '_do_one_batch' not in vars(plain)
 
 
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_that_is_not_fp32_is_refused(dtype):
+    learn = learner()
+    learn.model.to(dtype)
+    with pytest.raises(ValueError, match=f'is {dtype}'): fit(learn, 1)
+    assert {p.dtype for p in learn.model.parameters()} == {dtype} and not any('forward' in vars(m) for m in learn.model.modules())
+
+
 def test_another_model_or_another_layer_is_taken_up():
     learn = fit(learner(), 1)
     learn.model.mid = nn.Linear(8, 8)
     learn.opt = None
     seen = []
-    learn.add_cb(At('after_pred', lambda l: seen.append(l.model.mid.weight.dtype)))
+    learn.add_cb(At('after_pred', lambda l: seen.append('forward' in vars(l.model.mid))))
     fit(learn, 1)
     learn.model, learn.opt = Composite(), None
     fit(learn, 1)
-    assert set(seen) == {H}
+    assert set(seen) == {True}
     assert_clean(learn)
 
 

@@ -88,7 +88,6 @@ class Rotary(nn.Module):
         return self.lin(torch.cat([angle.cos(), angle.sin()], 1).to(v.dtype))
 
 
-@pytest.mark.xfail(strict=True, reason='issue 12: buffers stay FP32')
 @pytest.mark.parametrize('how', ('half', 'step'))
 def test_rotary_positions_are_right_at_2048(how):
     v, seen, model = torch.zeros(2048, 64), [], Rotary()
@@ -100,7 +99,24 @@ def test_rotary_positions_are_right_at_2048(how):
     assert error(seen[0], want) < .02
 
 
-@pytest.mark.xfail(strict=True, reason='issue 12: nested tensors meet a norm of mixed dtypes')
+@pytest.mark.parametrize('how', ('half', 'step'))
+def test_an_fp32_buffer_meets_half_numbers(how):
+    "The product of the two is FP32, and the next layer's weights are half"
+    class Gain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.w = nn.Parameter(torch.randn(4, 8)); self.register_buffer('gain', torch.linspace(.9, 1.1, 8))
+        def forward(self, v): return F.linear(v*self.gain, self.w)
+    seen, model = [], Gain()
+    want = model(x())
+    if how == 'half': seen.append(A.convert('half', Gain())(x().half()))
+    else:
+        def loss(out, y): seen.append(out.detach().float()); return out.square().mean()
+        A.make_step(A.make_scaler('static', init_scale=16.))(model, x(), None, torch.optim.SGD(model.parameters(), lr=0.), loss)
+    assert 0 < error(seen[0], want) < 5e-3 and model.gain.dtype == torch.float32
+
+
 def test_a_transformer_with_a_padding_mask_evaluates():
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
@@ -112,7 +128,6 @@ def test_a_transformer_with_a_padding_mask_evaluates():
     assert error(got[:, :7], want[:, :7]) < .02
 
 
-@pytest.mark.xfail(strict=True, reason='issue 12: FP64 and BF16 models with a norm')
 @pytest.mark.parametrize('dtype', (torch.float64, B))
 def test_a_wide_or_bf16_model_with_a_norm_is_stepped_or_refused(dtype):
     model = net().to(dtype)

@@ -109,17 +109,12 @@ def test_masters_of_nothing():
     with pytest.raises(ValueError): A.convert('masters', [[]])
 
 
-HALF = pytest.mark.xfail(strict=True, reason='issue 12: a model that is half already is refused in training')
-
-
-@HALF
 def test_a_step_refuses_a_half_model():
     m = nn.Sequential(nn.Linear(4, 2)).half()
     step = A.make_step(A.make_scaler('static', init_scale=4.))
     refused(lambda: step(m, torch.ones(3, 4).half(), torch.zeros(3, dtype=torch.int64), torch.optim.SGD(m.parameters(), lr=1e-4), F.cross_entropy), torch.float16)
 
 
-@HALF
 def test_a_learner_refuses_a_half_model():
     def go():
         learn = learner(A.make_scaler('static', init_scale=4.), nn.Sequential(nn.Linear(4, 2)).half(), bs=4)
