@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from mpcourse.scaler import StaticScaler
-from mpcourse.step import MixedStep
+from mpcourse.scaler1 import StaticScaler
+from mpcourse.step1 import MixedStep
 from mpcourse.toys import get_toy, plain_step, train_toy
 
 RATES = (2e-3, 4e-3, 8e-3)

@@ -12,8 +12,8 @@ from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
 from mpcourse.half import model_to_half
 from mpcourse.master import get_master, to_master_grads, to_model_params, use_master
-from mpcourse.scaler import CEILING, FLOOR, LossScaler, Observation, StaticScaler, valid_scale, reduce
-from mpcourse.step import (MixedStep, StepOutcome, arm, refuse_bad_loss, count_wanted, disarm, judge,
+from mpcourse.scaler1 import CEILING, FLOOR, LossScaler, Observation, StaticScaler, valid_scale, reduce
+from mpcourse.step1 import (MixedStep, StepOutcome, arm, refuse_bad_loss, count_wanted, disarm, judge,
                            master_gradients, named_gradients, skips_itself, take_step, unscale_)
 
 pytestmark = pytest.mark.library
@@ -294,9 +294,9 @@ def test_what_a_policy_wants_is_counted_also_where_it_does_not_ask_for_found_inf
 
 GLOO = '''
 from functools import partial
-from mpcourse.scaler import *
-from mpcourse.step import *
-from mpcourse.scaler import reduce
+from mpcourse.scaler1 import *
+from mpcourse.step1 import *
+from mpcourse.scaler1 import reduce
 W = dist.group.WORLD
 mine = Observation(('found_inf', 'total'), torch.tensor([float(rank), 10.]))
 obs = reduce(mine, W)
@@ -751,7 +751,7 @@ def test_observations_merge_sums_as_sums_and_maxima_as_maxima():
 def test_several_maxima_go_over_ranks_in_one_sum(ranks):
     seen = ranks('''
 import torch, torch.distributed as dist
-from mpcourse.scaler import Observation, reduce
+from mpcourse.scaler1 import Observation, reduce
 obs = Observation(('found_inf', 'amax', ('amax', 'x')), torch.tensor([1., [3., 5.][rank], [9., 2.][rank]]))
 torch.save(reduce(obs, dist.group.WORLD).values.tolist(), f'{folder}/{rank}.pt')
 ''')
@@ -769,8 +769,8 @@ def test_ranks_that_decide_alone_by_what_their_hooks_see_are_warned(ranks):
     seen = ranks('''
 import warnings
 import torch
-from mpcourse.scaler import StaticScaler
-from mpcourse.step import judge
+from mpcourse.scaler1 import StaticScaler
+from mpcourse.step1 import judge
 class Hooked(StaticScaler):
     def gathered(self): return {('amax', 'activations'): torch.ones(())}
 def said(scaler, group=None):
