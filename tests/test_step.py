@@ -1,0 +1,631 @@
+"Unscaling against torch's and FP64; skipped steps against every bit; one decision on all ranks; the step against its predecessors"
+import copy, warnings
+from contextlib import nullcontext
+
+import pytest, torch, torch.nn as nn, torch.nn.functional as F
+from fastai.optimizer import Adam as FAdam, OptimWrapper, SGD as FSGD
+from hypothesis import example, given, settings, strategies as st
+from test_scaler import ALS, InPlace, Layerwise, Torch
+
+from mpcourse import scaler1, step1
+from mpcourse.formats import same_bits
+from mpcourse.recipe import train_fp16
+from mpcourse.scaler import LossScaler, StaticScaler
+from mpcourse.step import GradStats, MixedStep, StepOutcome, count, named_gradients, take_step, unscale_
+from mpcourse.tensorcore import fast_half
+from mpcourse.toys import batches, get_toy, train_toy
+
+pytestmark = pytest.mark.library
+H, B, F32 = torch.float16, torch.bfloat16, torch.float32
+BAD = [torch.inf, -torch.inf, torch.nan]
+
+
+@pytest.fixture(autouse=True)
+def seeded(): torch.manual_seed(0)
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(n=4, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 6, generator=g), torch.randint(3, (n,), generator=g)
+
+
+def scaler_of(s, **kw):
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return StaticScaler(s, **kw)
+
+
+def one(*grads, masters=None): return [(f'p{i}', g, g if masters is None else masters[i]) for i, g in enumerate(grads)]
+
+
+def judge(named, scaler):
+    "What a step does after its backward pass"
+    stats = GradStats(scaler)
+    stats.unscale_(named)
+    return stats.decide()
+
+
+def flat_state(opt):
+    "Everything an optimizer remembers"
+    inner = getattr(opt, 'opt', opt)
+    ps = [p for g in (inner.param_lists if hasattr(inner, 'param_lists') else [g['params'] for g in inner.param_groups]) for p in g]
+    return {(i, k): v.clone() if isinstance(v, torch.Tensor) else v
+            for i, p in enumerate(ps) if p in inner.state for k, v in inner.state[p].items()}
+
+
+def same_states(a, b):
+    def eq(x, y): return same_bits(x, y) if isinstance(x, torch.Tensor) else x == y
+    return a.keys() == b.keys() and all(eq(a[k], b[k]) for k in a)
+
+
+OPTS = dict(
+    sgd=lambda ps: torch.optim.SGD(ps, lr=.1, momentum=.9, weight_decay=.1),
+    sgd_fused=lambda ps: torch.optim.SGD(ps, lr=.1, momentum=.9, weight_decay=.1, fused=True),
+    adamw=lambda ps: torch.optim.AdamW(ps, lr=.1, weight_decay=.1),
+    adamw_fused=lambda ps: torch.optim.AdamW(ps, lr=.1, weight_decay=.1, fused=True),
+    fastai_sgd=lambda ps: FSGD(ps, lr=.1, mom=.9, wd=.1),
+    fastai_adam=lambda ps: FAdam(ps, lr=.1, wd=.1),
+    wrapped=lambda ps: OptimWrapper(ps, torch.optim.AdamW, lr=.1, weight_decay=.1),
+    wrapped_fused=lambda ps: OptimWrapper(ps, torch.optim.AdamW, lr=.1, weight_decay=.1, fused=True))
+
+
+# --- unscaling ---
+
+floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
+scales = st.one_of(st.integers(0, 126).map(lambda k: 2.**k), st.floats(1., 2.**100))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(floats, min_size=1, max_size=5), min_size=1, max_size=4), scales)
+def test_unscale_is_gradscalers_bit_for_bit(values, s):
+    grads = [torch.tensor(v, dtype=F32) for v in values]
+    ps = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(ps, grads): p.grad = g.clone()
+    theirs, opt = torch.amp.GradScaler('cpu', init_scale=s), torch.optim.SGD(ps)
+    theirs.scale(torch.tensor(1.))
+    theirs.unscale_(opt)
+    flag = sum(float(f) for f in theirs._found_inf_per_device(opt).values())
+    assert (unscale_(one(*grads), scaler_of(s)) > 0) == (flag > 0)
+    assert all(same_bits(g, p.grad) for g, p in zip(grads, ps))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(width=16, allow_nan=False, allow_infinity=False), min_size=1, max_size=8), scales, st.sampled_from([H, B]))
+@example([2.**-24], 2.**126, H)
+def test_unscaling_into_fp32_is_right_to_two_roundings(values, s, dtype):
+    "The inverse is rounded once, the product once: 2·2⁻²⁴ relative, and half of FP32's smallest number"
+    g = torch.tensor(values, dtype=dtype)
+    m, scaler = torch.empty(len(values)), scaler_of(s)
+    want = g.double()/scaler.scale.double()
+    assert unscale_([('w', g, m)], scaler) == 0 and m.dtype == F32 and g.dtype == dtype
+    assert ((m.double() - want).abs() <= want.abs()*(2**-23 + 2.**-48) + 2.**-150).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 10**6), st.sampled_from(BAD), st.sampled_from([F32, H, B]), st.booleans())
+def test_one_bad_number_anywhere_is_seen(n, where, bad, dtype, masters):
+    grads = [torch.randn(3, i + 1).to(dtype) for i in range(n)]
+    grads[where % n].view(-1)[where % grads[where % n].numel()] = bad
+    ms = [torch.zeros_like(g, dtype=F32) for g in grads] if masters else None
+    assert unscale_(one(*grads, masters=ms), StaticScaler(2.**4)) > 0
+
+
+@pytest.mark.parametrize('big', [3e38, 65504., 1.])
+def test_large_finite_numbers_raise_no_false_alarm(big): assert unscale_(one(torch.full((100,), big)), StaticScaler(1.)) == 0
+
+
+def test_below_one_there_is_a_second_look_and_the_constant_decides(monkeypatch):
+    "torch's kernel looks before it multiplies"
+    looked, kernel = [], torch._amp_foreach_non_finite_check_and_unscale_
+    monkeypatch.setattr(torch, '_amp_foreach_non_finite_check_and_unscale_', lambda *a: (looked.append(1), kernel(*a)))
+    assert unscale_(one(torch.tensor([3e38])), StaticScaler(2.**-10)) > 0 and len(looked) == 2
+    assert unscale_(one(torch.tensor([3e38])), StaticScaler(2.**10)) == 0 and len(looked) == 3
+    assert unscale_(one(torch.tensor([3e38])), StaticScaler(2.**10, min_scale=.5)) == 0 and len(looked) == 5
+    loaded = StaticScaler(2.**10)
+    loaded.load_state_dict(StaticScaler(2.**-10).state_dict())
+    assert unscale_(one(torch.tensor([3e38])), loaded) > 0
+
+
+def test_sparse_gradients_are_refused_by_name_and_nothing_is_touched():
+    sparse, g = torch.sparse_coo_tensor([[1]], [2.], (4,)), torch.full((2,), 8.)
+    with pytest.raises(ValueError) as e: unscale_([('fc.weight', g, g), ('emb.weight', sparse, sparse)], StaticScaler(8.))
+    assert 'emb.weight' in str(e.value) and (g == 8).all()
+
+
+def test_no_gradient_at_all_is_refused():
+    for named in ([], [('w', None, None)]):
+        with pytest.raises(ValueError): unscale_(named, StaticScaler())
+    assert unscale_([('a', None, None), *one(torch.ones(2))], StaticScaler(2.)) == 0
+
+
+def test_many_dtypes_in_one_call():
+    g = [torch.full((3,), 8.), torch.full((2,), 8.).half(), torch.full((2, 2), 8.).bfloat16(), torch.full((), 8.)]
+    ms = [g[0], torch.zeros(2), torch.zeros(2, 2, dtype=torch.float64), g[3]]
+    assert unscale_(one(*g, masters=ms), StaticScaler(8.)) == 0 and all((m == 1).all() for m in ms)
+    g[1][0] = torch.nan
+    assert unscale_(one(*g, masters=ms), StaticScaler(8.)) > 0
+
+
+# --- statistics ---
+
+class Curious(StaticScaler):
+    wants, seen = ('found_inf', 'numel', 'amax', ('above', 8.)), None
+    def next_scale(self, stats):
+        self.seen = {k: v.item() for k, v in stats.items()}
+        return self.scale
+
+
+def test_what_a_policy_wants_is_counted_on_scaled_gradients():
+    s, (a, b) = Curious(4.), (torch.tensor([1., -8., 20.]).half(), torch.tensor([[-7.5], [0.]]).half())
+    judge(one(a, b, torch.empty(0), masters=[torch.zeros(3), torch.zeros(2, 1), torch.empty(0)]), s)
+    assert s.seen == {'found_inf': 0, 'loss_finite': 1, 'numel': 5, 'amax': 20, ('above', 8.): 2}
+
+
+def test_statistics_of_two_optimizers_add_up_and_of_maxima_the_larger_stays():
+    s = Curious(1.)
+    stats = GradStats(s)
+    for g in ([1., 9.], [30., 2., torch.inf]): stats.unscale_(one(torch.tensor(g)))
+    stats.see_loss({'a': torch.tensor(1.), 'b': [torch.tensor(2.)]})
+    assert not stats.decide().stepped
+    assert s.seen['numel'] == 5 and s.seen['above', 8.] == 3 and s.seen['amax'] == torch.inf and s.seen['found_inf'] == 1
+    stats.unscale_(one(torch.ones(1)))
+    stats.decide()
+    assert s.seen['numel'] == 1 and s.seen['amax'] == 1                     # nothing is left of the last step
+
+
+@pytest.mark.parametrize('bad', BAD)
+def test_a_largest_value_that_is_not_finite_is_not_lost(bad): assert not count('amax', [torch.ones(3), torch.tensor([1., bad, 2.])]).isfinite()
+
+
+def test_what_nobody_counts_and_what_nobody_watches_is_said():
+    class Median(StaticScaler): wants = 'found_inf', 'median'
+    with pytest.raises(ValueError) as e: judge(one(torch.ones(1)), Median())
+    assert 'median' in str(e.value)
+    with pytest.raises(ValueError): GradStats(Layerwise(['0.weight']))
+    with pytest.raises(TypeError): GradStats()
+
+
+# --- a skipped step ---
+
+def overflow(net, where=0): return list(net.parameters())[where].register_hook(lambda g: g.index_fill(0, torch.tensor(0), torch.inf))
+
+
+@pytest.mark.parametrize('clip', [None, .5])
+@pytest.mark.parametrize('name', OPTS)
+def test_a_skipped_step_leaves_every_bit(name, clip):
+    net, (x, y) = small(), batch()
+    opt, step = OPTS[name](list(net.parameters())), MixedStep(StaticScaler(2.**6), clip=clip)
+    for _ in range(2): assert not step(net, x, y, opt, F.cross_entropy)['skipped']
+    weights, state = [p.detach().clone() for p in net.parameters()], flat_state(opt)
+    h = overflow(net)
+    assert step(net, x, y, opt, F.cross_entropy)['skipped'] and not step.outcome.stepped
+    h.remove()
+    assert state and same_states(flat_state(opt), state)
+    assert all(same_bits(p.detach(), w) for p, w in zip(net.parameters(), weights))
+    step(net, x, y, opt, F.cross_entropy)
+    assert not any(same_bits(p.detach(), w) for p, w in zip(net.parameters(), weights)) and all(p.isfinite().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize('cast', ['weights', 'autocast'])
+@pytest.mark.parametrize('name', OPTS)
+@pytest.mark.parametrize('how', ['gradient', 'loss'])
+def test_a_first_step_that_is_skipped_leaves_no_trace_either(name, how, cast):
+    def run(bad_first):
+        net, (x, y) = small(), batch()
+        opt, step = OPTS[name](list(net.parameters())), MixedStep(StaticScaler(2.**6), cast=cast)
+        if bad_first:
+            junk = [torch.full_like(p, torch.nan) for p in net.parameters()]; del junk
+            h = overflow(net) if how == 'gradient' else None
+            step(net, x if h else x*torch.nan, y, opt, F.cross_entropy)
+            if h: h.remove()
+            assert not step.outcome.stepped
+        for _ in range(2): step(net, x, y, opt, F.cross_entropy)
+        return net, opt
+    (a, oa), (b, ob) = run(False), run(True)
+    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(a.parameters(), b.parameters())) and same_states(flat_state(oa), flat_state(ob))
+
+
+@pytest.mark.parametrize('name, most', [('sgd', 1), ('fastai_adam', 1), ('adamw_fused', 0), ('wrapped_fused', 0)])
+@pytest.mark.parametrize('bad', [False, True])
+def test_one_look_from_the_host_and_none_where_fused(name, most, bad, looks):
+    net, (x, y) = small(), batch()
+    opt, scaler = OPTS[name](list(net.parameters())), Torch(4.)
+    class Quiet:                                        # the optimizer without its own look at its counters
+        def __init__(self): self.opt = getattr(opt, 'opt', opt)
+        def step(self): pass
+    (F.cross_entropy(net(x), y)*4).backward()
+    if bad: net[0].weight.grad[0] = torch.inf
+    named = named_gradients(opt, net)
+    looks.clear()
+    outcome = judge(named, scaler)
+    assert not looks                                    # deciding never looks
+    take_step(Quiet() if most == 0 else opt if bad else Quiet(), outcome)
+    if not bad or most == 0: assert len(looks) <= most
+    assert outcome.stepped != bad
+
+
+def test_the_flag_is_taken_back_when_the_optimizer_raises():
+    net = small()
+    opt = OPTS['adamw_fused'](net.parameters())
+    opt.register_step_pre_hook(lambda *a: 1/0)
+    for p in net.parameters(): p.grad = torch.ones_like(p)
+    with pytest.raises(ZeroDivisionError): take_step(opt, judge(named_gradients(opt), StaticScaler()))
+    assert not hasattr(opt, 'found_inf') and not hasattr(opt, 'grad_scale')
+
+
+# --- outcomes ---
+
+def test_an_outcome_looks_once_names_parameters_and_says_why(looks):
+    net, (x, y) = small(), batch()
+    opt = torch.optim.SGD(net.parameters(), lr=.1)
+    (F.cross_entropy(net(x), y)*8).backward()
+    net[0].bias.grad[2], net[3].weight.grad[0, 0] = torch.nan, -torch.inf
+    looks.clear()
+    out = judge(named_gradients(opt, net), Torch(8.))
+    assert out.nonfinite is None and not looks
+    assert out.stepped is False and out.nonfinite == ('0.bias', '3.weight') and out.grads is None
+    looks.clear()
+    assert out.stepped is False and not looks
+    assert all(word in out.why for word in ('skipped', '8', '0.bias, 3.weight', '4'))
+    ok = judge(one(torch.ones(3)), StaticScaler(8.))
+    assert ok.stepped is True and ok.nonfinite == () and 'taken' in ok.why
+    assert 'p0, p1, p2 …' in judge(one(*[torch.tensor([torch.nan])]*5), StaticScaler(2.)).why
+    assert 'elsewhere' in StepOutcome(torch.tensor(1.), torch.tensor(1.), torch.tensor(1.), torch.tensor(0)).why
+
+
+@pytest.mark.parametrize('rule', [Torch, InPlace])
+def test_scales_before_and_after_belong_to_the_step(rule):
+    scaler = rule(8.)
+    out = judge(one(torch.tensor([torch.inf])), scaler)
+    g = torch.tensor([8.])
+    assert judge(one(g), scaler).scale == 4. and g == 2.
+    assert (out.scale, out.next_scale) == (8., 4.) or rule is InPlace and out.scale == 8.
+
+
+def test_parameters_without_a_name_get_their_place():
+    net = small()
+    for p in net.parameters(): p.grad = torch.ones_like(p)
+    net[0].bias.grad = None
+    opt = torch.optim.SGD([dict(params=list(net[0].parameters())), dict(params=list(net[3].parameters()))])
+    assert [n for n, *_ in named_gradients(opt)] == ['group 0, parameter 0', 'group 1, parameter 0', 'group 1, parameter 1']
+    assert [n for n, *_ in named_gradients(opt, net)] == ['0.weight', '3.weight', '3.bias']
+
+
+# --- hold ---
+
+def bad_training(scaler, bad, steps, good=lambda i: False, **kw):
+    "The scales and skips of a training whose batches are NaN in `bad`"
+    toy = get_toy('deep_sigmoid')
+    model, step = toy.model(), MixedStep(scaler, **kw)
+    opt, out = toy.opt(model.parameters()), []
+    for i, (x, y) in enumerate(batches(toy.data(), 16, steps)):
+        r = step(model, x*torch.nan if i in bad else x, y, opt, toy.loss_func)
+        out.append((r['scale'].item(), bool(r['skipped']), int(step.outcome.held)))
+    return out, model, step
+
+
+@pytest.mark.parametrize('cast', ['weights', 'autocast'])
+def test_bad_batches_move_neither_scale_nor_counters(cast):
+    out, model, step = bad_training(Torch(2.**11, interval=100), range(0, 45), 50, cast=cast)
+    assert [s for s, *_ in out] == [2.**11]*50 and [k for _, k, _ in out] == [True]*45 + [False]*5
+    assert [h for *_, h in out] == [*range(1, 46), 0, 0, 0, 0, 0] and step.scaler.growth_tracker == 5
+    assert all(p.isfinite().all() for p in model.parameters()) and all(p.grad.any() for p in model.parameters())
+
+
+def test_without_hold_they_do():
+    out, _, step = bad_training(Torch(2.**11, hold=False), range(2, 45), 50)
+    assert out[-1][0] < 2**11 and [h for *_, h in out] == [0]*50 and out[20][1]
+    assert 'the loss' not in step.outcome.why
+
+
+def test_an_overflow_in_the_gradients_alone_is_not_held():
+    out, *_ = bad_training(Torch(2.**40), [], 3)
+    assert [s for s, *_ in out] == [2.**40, 2.**39, 2.**38] and not any(h for *_, h in out)
+
+
+def test_a_loss_that_is_infinite_is_held_where_its_gradients_are_finite():
+    net, (x, y) = small(), batch()
+    step, opt = MixedStep(Torch(2.**6)), torch.optim.SGD(net.parameters(), lr=.1)
+    was = copy.deepcopy(net.state_dict())
+    r = step(net, x, y, opt, lambda p, t: F.cross_entropy(p, t) + torch.inf)
+    assert r['skipped'] and step.outcome.nonfinite == () and 'loss' in step.outcome.why
+    assert all(same_bits(v, was[k]) for k, v in net.state_dict().items()) and step.scaler.scale == 2**6
+
+
+@pytest.mark.parametrize('fused, at', [(False, 50), (True, 50)])
+def test_after_fifty_held_steps_a_warning_names_the_step(fused, at):
+    net, (x, y) = small(), batch()
+    opt, step = OPTS['adamw_fused' if fused else 'adamw'](net.parameters()), MixedStep(Torch(2.**6))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('default')
+        for i in range(120):
+            step(net, x*torch.nan if i >= 3 else x, y, opt, F.cross_entropy)
+            if i < 3 + 49: assert not said
+    assert len(said) == 1 and 'step 3' in str(said[0].message) and 'not the scale' in str(said[0].message)
+
+
+def test_reaching_the_floor_is_said_once():
+    net, (x, y) = small(), batch()
+    opt, step = OPTS['sgd'](net.parameters()), MixedStep(Torch(2.**3))
+    h = overflow(net)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('default')
+        for i in range(10):
+            step(net, x, y, opt, F.cross_entropy)
+            assert bool(said) == (i >= 2)
+    assert len(said) == 1 and 'floor of 1' in str(said[0].message) and step.scaler.scale == 1
+    with warnings.catch_warnings():                     # who began there did not fall
+        warnings.simplefilter('error')
+        MixedStep(Torch(1.))(net, x, y, opt, F.cross_entropy)
+
+
+# --- the step ---
+
+@pytest.mark.parametrize('name, s', [('deep_sigmoid', 2.**11), ('char_lm', 2.**8), ('deep_sigmoid', 2.**21)])
+def test_it_is_the_first_protocols_step_over_100_steps(name, s):
+    "Losses, skips and weights, bit for bit"
+    a = train_toy(name, step1.MixedStep(scaler1.StaticScaler(s)), steps=100)
+    b = train_toy(name, MixedStep(StaticScaler(s)), steps=100)
+    assert a.history['loss'] == b.history['loss'] and a.history['skipped'] == b.history['skipped']
+    assert all(same_bits(p.data, q.data) for p, q in zip(a.model.parameters(), b.model.parameters()))
+
+
+@pytest.mark.parametrize('cast', ['weights', 'autocast'])
+@pytest.mark.parametrize('fused', [False, True])
+def test_it_is_the_recipe(cast, fused):
+    "With autocast too, on this net, which has neither norms nor a softmax of its own"
+    toy, losses, nets = get_toy('deep_sigmoid'), [], [get_toy('deep_sigmoid').model() for _ in range(2)]
+    opts = [torch.optim.Adam(n.parameters(), lr=6e-3, fused=fused) for n in nets]
+    data = list(batches(toy.data(), 64, 40))
+    with fast_half(): want = train_fp16(nets[0], opts[0], data, F.cross_entropy, 2.**20)
+    step = MixedStep(StaticScaler(2.**20), cast=cast)
+    for x, y in data: losses.append(step(nets[1], x, y, opts[1], F.cross_entropy)['loss'].item())
+    assert losses == want and all(same_bits(p.data, q.data) for p, q in zip(*(n.parameters() for n in nets)))
+
+
+@pytest.mark.parametrize('s', [2.**11, 2.**16, 2.**21, 1000.])
+def test_it_is_torchs_gradscaler_at_a_constant_scale(s):
+    "Weights and skips; torch's is kept from moving its scale"
+    toy = get_toy('deep_sigmoid')
+    ours, theirs = toy.model(), toy.model()
+    step, opts = MixedStep(scaler_of(s), cast='autocast'), [toy.opt(m.parameters()) for m in (ours, theirs)]
+    scaler = torch.amp.GradScaler('cpu', init_scale=s, growth_factor=1.0000001, backoff_factor=.5, growth_interval=10**6)
+    for x, y in batches(toy.data(), 64, 30):
+        r = step(ours, x, y, opts[0], toy.loss_func)
+        with fast_half():
+            with torch.autocast('cpu', H): loss = toy.loss_func(theirs(x), y)
+            opts[1].zero_grad()
+            scaler.scale(loss).backward()
+        scaler.step(opts[1])
+        scaler.update(s)
+        assert r['loss'] == loss.detach() and all(same_bits(p.data, q.data) for p, q in zip(ours.parameters(), theirs.parameters()))
+
+
+def test_it_trains_with_a_moving_scale_as_torchs():
+    toy = get_toy('deep_sigmoid')
+    ours, theirs = toy.model(), toy.model()
+    step, opts = MixedStep(Torch(2.**24, interval=7), cast='autocast'), [toy.opt(m.parameters()) for m in (ours, theirs)]
+    scaler, seen = torch.amp.GradScaler('cpu', init_scale=2.**24, growth_interval=7), []
+    for x, y in batches(toy.data(), 64, 60):
+        step(ours, x, y, opts[0], toy.loss_func)
+        with fast_half():
+            with torch.autocast('cpu', H): loss = toy.loss_func(theirs(x), y)
+            opts[1].zero_grad()
+            scaler.scale(loss).backward()
+        scaler.step(opts[1]), scaler.update()
+        seen.append(scaler.get_scale())
+        assert step.scaler.scale == seen[-1]
+    assert len(set(seen)) > 3 and all(same_bits(p.data, q.data) for p, q in zip(ours.parameters(), theirs.parameters()))
+
+
+class Spy(nn.Module):
+    "Two inputs; writes down what it sees"
+    def __init__(self):
+        super().__init__()
+        self.emb, self.norm, self.out = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 2)
+    def forward(self, tok, x):
+        self.seen = dict(tok=tok.dtype, x=x.dtype, emb=self.emb.weight.dtype, norm=self.norm.weight.dtype)
+        return self.out(self.norm(self.emb(tok) + x))
+
+
+@pytest.mark.parametrize('dtype', [H, B])
+@pytest.mark.parametrize('cast', ['weights', 'autocast'])
+def test_the_loss_is_fp32_and_recorded_unscaled(dtype, cast):
+    net, seen = Spy(), {}
+    def loss(pred, y):
+        seen.update(pred=pred.dtype)
+        return F.cross_entropy(pred, y)
+    xb, y = (torch.randint(7, (5,)), torch.randn(5, 4)), torch.randint(2, (5,))
+    opt, out = torch.optim.SGD(net.parameters(), lr=0.), {}
+    for s in (1., 2.**10): out[s] = MixedStep(StaticScaler(s), dtype, cast)(net, xb, y, opt, loss)
+    if cast == 'weights': assert net.seen == dict(tok=torch.int64, x=dtype, emb=dtype, norm=F32)
+    assert seen == dict(pred=F32) and same_bits(out[1.]['loss'], out[2.**10]['loss']) and not out[1.]['loss'].requires_grad
+    assert abs(out[1.]['loss'] - F.cross_entropy(net(*xb), y)) < .05 and {p.dtype for p in net.parameters()} == {F32}
+
+
+@pytest.mark.parametrize('nest', [lambda a, b: dict(a=a, b=b), lambda a, b: (a, [b]), lambda a, b: [{'x': a}, (b,)]])
+def test_losses_in_dicts_and_tuples_are_added(nest):
+    nets, (x, y) = [small(), small()], batch()
+    def parts(p, t): return nest(F.cross_entropy(p, t), p.square().mean())
+    def whole(p, t): return F.cross_entropy(p, t) + p.square().mean()
+    got = [MixedStep(StaticScaler(8.))(n, x, y, torch.optim.SGD(n.parameters(), lr=.1), f)['loss'] for n, f in zip(nets, (parts, whole))]
+    assert same_bits(*got) and all(torch.allclose(p, q, atol=1e-4) for p, q in zip(*(n.parameters() for n in nets)))
+
+
+@pytest.mark.parametrize('clip', [.01, 100.])
+def test_clipping_comes_after_unscaling(clip):
+    net, ref, (x, y) = small(), small(), batch()
+    opt = torch.optim.SGD(net.parameters(), lr=1.)
+    MixedStep(StaticScaler(2.**10), clip=clip)(net, x, y, opt, F.cross_entropy)
+    F.cross_entropy(ref(x), y).backward()
+    norm = torch.cat([p.grad.flatten() for p in ref.parameters()]).norm()
+    moved = torch.cat([(a - b).detach().flatten() for a, b in zip(ref.parameters(), net.parameters())]).norm()
+    assert abs(moved - min(norm, clip)) < .02*min(norm, clip)
+
+
+@pytest.mark.parametrize('where', ['model', 'loss', 'shape', 'sparse'])
+def test_after_an_exception_the_model_is_its_own_again(where):
+    net, (x, y) = small(), batch()
+    loss, says = F.cross_entropy, ZeroDivisionError
+    if where == 'model': net[2].register_forward_hook(lambda *a: 1/0)
+    if where == 'loss': loss = lambda *a: 1/0
+    if where == 'shape': loss, says = nn.CrossEntropyLoss(reduction='none'), ValueError
+    if where == 'sparse':
+        net, says = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 3)), ValueError
+        x = torch.randint(5, (4, 2))
+    opt, step = torch.optim.SGD(net.parameters(), lr=.1), MixedStep(StaticScaler())
+    was = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(says): step(net, x, y, opt, loss)
+    assert all(same_bits(p.detach(), w) for p, w in zip(net.parameters(), was)) and {p.dtype for p in net.parameters()} == {F32}
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack() and not torch.is_autocast_enabled('cpu')
+
+
+def test_the_step_serves_another_model_and_watches_it():
+    watched = []
+    class Counts(StaticScaler):
+        def watch(self, model):
+            watched.append(model)
+            return type('W', (), dict(read=lambda s: {}, reset=lambda s: None, remove=lambda s: watched.append('removed')))()
+    step, (x, y) = MixedStep(Counts(4.)), batch()
+    nets = [small(0), small(1)]
+    for net in (nets[0], nets[0], nets[1]): step(net, x, y, torch.optim.SGD(net.parameters(), lr=.1), F.cross_entropy)
+    assert watched == [nets[0], 'removed', nets[1]]
+
+
+@pytest.mark.parametrize('cast', ['weights', 'autocast'])
+def test_a_model_that_is_half_already_is_refused(cast):
+    net, (x, y) = nn.Linear(6, 3).half(), batch()
+    with pytest.raises(ValueError) as e: MixedStep(StaticScaler(), cast=cast)(net, x, y, torch.optim.SGD(net.parameters(), .1), F.cross_entropy)
+    assert 'weight' in str(e.value)
+
+
+@pytest.mark.parametrize('args', [('megatron',), (None,), (1024.,), (StaticScaler,), (scaler1.StaticScaler(),)])
+def test_wrong_arguments_are_refused(args):
+    with pytest.raises(ValueError): MixedStep(*args)
+    with pytest.raises(ValueError): MixedStep(StaticScaler(), cast='both')
+
+
+def test_als_finds_its_scale():
+    "The rule of chapter 21 in two lines: up from 1 until the largest gradients reach 2^13"
+    run = train_toy('deep_sigmoid', MixedStep(ALS()), steps=120)
+    assert run.history['scale'][-1] > 2**8 and not any(run.history['skipped'][:10])
+
+
+# --- a layer-wise policy, thrown away after this ---
+
+def test_a_policy_with_a_factor_for_each_layer_fits_the_protocol():
+    toy = get_toy('deep_sigmoid')
+    plain, net = toy.model(), toy.model()
+    scaler = Layerwise([n for n, _ in net.named_parameters()], 2.**11)
+    steps, opts = (MixedStep(StaticScaler(2.**11)), MixedStep(scaler)), [toy.opt(m.parameters()) for m in (plain, net)]
+    for x, y in batches(toy.data(), 32, 8):
+        a, b = (s(m, x, y, o, toy.loss_func) for s, m, o in zip(steps, (plain, net), opts))
+        assert a['loss'] == b['loss'] and not b['skipped']                  # factors are powers of two: the same FP32 gradients
+    assert all(same_bits(p.data, q.data) for p, q in zip(plain.parameters(), net.parameters()))
+    assert len(set(scaler.factors.tolist())) > 2 and scaler.scale == 2**11
+    held = scaler.factors.clone()
+    steps[1](net, x*torch.nan, y, opts[1], toy.loss_func)                   # hold keeps the factors, too
+    assert same_bits(held, scaler.factors) and scaler.held == 1
+    twin = Layerwise([n for n, _ in net.named_parameters()])
+    twin.load_state_dict(scaler.state_dict())
+    assert same_bits(twin.factors, scaler.factors) and twin.target == scaler.target
+    assert len(net[1].weight._backward_hooks) == 1
+    steps[1].stats.watched.remove()
+    assert not net[1].weight._backward_hooks
+
+
+# --- ranks ---
+
+GLOO = '''
+from functools import partial
+from test_scaler import Torch
+from mpcourse.scaler import *
+from mpcourse.step import *
+nan, inf = torch.nan, torch.inf
+out = {}
+for name, make in dict(sgd=partial(torch.optim.SGD, lr=.1, momentum=.9, weight_decay=.1), adamw=partial(torch.optim.AdamW, lr=.1),
+                       fused=partial(torch.optim.AdamW, lr=.1, fused=True)).items():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    opt, step, rows, moves = make(net.parameters()), MixedStep(Torch(2.**8, interval=100)), [], True
+    g = torch.Generator().manual_seed(5)
+    for i in range(8):
+        x, y = torch.randn(3, 4, generator=g), torch.randint(2, (3,), generator=g)
+        if (i, rank) in ((0, 1), (6, 0)): x = x*nan                      # the loss of one rank: in the first batch, too
+        h = net[0].weight.register_hook(lambda t: t.index_fill(0, torch.tensor(1), inf)) if (i, rank) in ((2, 1), (4, 0)) else None
+        before = [p.detach().clone() for p in net.parameters()]
+        r = step(net, x, y, opt, torch.nn.functional.cross_entropy)
+        if h: h.remove()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, net.parameters()))
+        rows.append((bool(r['skipped']), step.scaler.scale.item(), step.outcome.held.item()))
+        moves &= moved != rows[-1][0]
+        if name != 'fused' and i in (2, 4): assert step.outcome.nonfinite == (('0.weight',) if h else ()), step.outcome
+    out[name] = rows, moves, [p.detach() for p in net.parameters()] + [v for s in opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+torch.save(out, f'{folder}/{rank}.pt')
+'''
+
+
+def test_two_processes_decide_as_one(ranks):
+    "An overflow or a NaN loss on one of them: both skip, hold and go on alike, without being given a group"
+    a, b = ranks(GLOO)
+    for name in a:
+        skips, scales, held = zip(*a[name][0])
+        assert a[name][0] == b[name][0] and skips == (True, False, True, False, True, False, True, False), name
+        assert [s/2**8 for s in scales] == [1, 1, .5, .5, .25, .25, .25, .25] and held == (1, 0, 0, 0, 0, 0, 1, 0), name
+        assert a[name][1] and b[name][1] and all(same_bits(x, y) for x, y in zip(a[name][2], b[name][2])), name
+
+
+def test_a_rank_may_decide_for_itself(ranks):
+    seen = ranks('''
+from test_scaler import Torch
+from mpcourse.step import *
+alone = [dist.new_group([r]) for r in range(2)][rank]
+stats = GradStats(Torch(2.**8), group=alone)
+g = torch.tensor([[1., torch.inf][rank]])
+stats.unscale_([('w', g, g)])
+torch.save(stats.decide().stepped, f'{folder}/{rank}.pt')
+''')
+    assert seen == [True, False]
+
+
+def test_dtensor_gradients_are_counted_locally_and_reduced(ranks):
+    "FSDP2: each rank sees a shard, all decide by the whole"
+    seen = ranks('''
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from test_scaler import ALS
+from mpcourse.scaler import StaticScaler
+from mpcourse.step import *
+class Curious(StaticScaler):
+    wants = 'found_inf', 'numel', 'amax', ('above', .5)
+    def next_scale(self, stats):
+        self.seen = {str(k): v.item() for k, v in stats.items()}
+        return self.scale
+out = []
+for fused in (False, True):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+    fully_shard(net, mesh=init_device_mesh('cpu', (2,)))
+    opt, scaler = torch.optim.AdamW(net.parameters(), lr=.1, fused=fused), Curious(8.)
+    stats = GradStats(scaler)
+    for i in range(3):
+        (net(torch.ones(3, 4)).square().mean()*8).backward()
+        if i == 1 and rank == 0: net[0].weight.grad.to_local()[0] = torch.inf
+        before = [p.to_local().clone() for p in net.parameters()]
+        stats.unscale_(named_gradients(opt, net))
+        outcome = stats.decide()
+        take_step(opt, outcome)
+        moved = any(not torch.equal(a, p.to_local()) for a, p in zip(before, net.parameters()))
+        out.append((scaler.seen, outcome.stepped, moved, outcome.nonfinite))
+        opt.zero_grad()
+torch.save(out, f'{folder}/{rank}.pt')
+''')
+    for a, b in zip(*seen):
+        assert a[0] == b[0] and a[0]['numel'] == 44 and a[1] == b[1] == a[2] == b[2]
+    assert [r[1] for r in seen[0]] == [True, False, True]*2 and seen[0][1][3] == ('0.weight',) and seen[1][1][3] == ()
+    assert seen[0][1][0]['found_inf'] == 1 and seen[0][1][0]['amax'] == torch.inf
