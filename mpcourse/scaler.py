@@ -10,8 +10,7 @@ __all__ = ['valid_scale', 'LossScaler', 'StaticScaler', 'is_maximum', 'reduce_st
 import warnings
 from math import floor, frexp, log2
 
-import torch
-import torch.distributed as dist
+import torch, torch.distributed as dist
 from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -27,9 +26,9 @@ def valid_scale(
     "Refuse a scale that is out of bounds (ValueError), warn of one that is not a power of two"
     s = float(scale)
     if not low <= s <= high:
-        raise ValueError(f'A loss scale of {scale} cannot work here: it has to lie between {low:g} and {high:g}.')
+        raise ValueError(f'A loss scale of {scale} cannot work: take one from {low:g} to {high:g}.')
     if frexp(s)[0] != .5:
-        warnings.warn(f'A loss scale of {s:g} is not a power of two, so it rounds every gradient once more: '
+        warnings.warn(f'A loss scale of {s:g} is no power of two: it rounds each gradient once more; '
                       f'{2.**(frexp(s)[1] - 1):g} would not.', stacklevel=3)
     return s
 
@@ -41,14 +40,15 @@ class LossScaler(nn.Module):
     def __init__(self,
         init_scale:float, # the first scale
         hold:bool=True, # keep everything where the loss itself was not finite?
-        min_scale:float=1., # no scale falls below it; less than 1 costs a second look at the gradients
+        min_scale:float=1., # no scale falls below it; less than 1 costs a second look
         max_scale:float=2.**127, # no scale rises above it
         **config, # other arguments of the policy's constructor: attributes, too, and in the state
     ):
         super().__init__()
         if not 2.**-126 <= min_scale <= max_scale <= 2.**127:
-            raise ValueError(f'Scales from {min_scale} to {max_scale}: the bounds are 2^-126 and 2^127.')
-        self.config = dict(init_scale=init_scale, hold=hold, min_scale=min_scale, max_scale=max_scale, **config)
+            raise ValueError(f'Scales from {min_scale} to {max_scale}: take 2^-126 to 2^127.')
+        bounds = dict(min_scale=min_scale, max_scale=max_scale)
+        self.config = dict(init_scale=init_scale, hold=hold, **bounds, **config)
         vars(self).update(self.config)
         self.register_buffer('scale', torch.tensor(valid_scale(init_scale, min_scale, max_scale)))
         self.register_buffer('held', torch.tensor(0))
@@ -57,35 +57,39 @@ class LossScaler(nn.Module):
         "A loss times the scale, in FP32; dicts, tuples and lists of losses keep their shape"
         for l in tree_leaves(loss):
             if not isinstance(l, Tensor) or l.numel() != 1:
-                raise ValueError(f'A loss is one number, not {getattr(l, "shape", l)}: take its mean or its sum.')
+                raise ValueError(f'A loss is one number, not {l}: take its mean or its sum.')
             if self.scale.device != l.device: self.to(l.device)
         return tree_map(lambda l: l.float()*self.scale, loss)
 
     def inv_scale(self, name=None):
-        "What the gradient of a parameter is multiplied by: the inverse, taken in FP64 and rounded once"
+        "What the gradient of a parameter is multiplied by: taken in FP64 and rounded once"
         wide = self.scale if self.scale.is_mps else self.scale.double()
         return wide.reciprocal().float()
 
     def next_scale(self, stats):
-        "The rule, of tensors only, so that nothing waits for the device. It may also set its own buffers"
+        "The rule, of tensors only: nothing waits for the device. It may set its own buffers"
         return self.scale
 
     @torch.no_grad()
     def update(self, stats):
-        "Take the rule's scale if it is finite, within bounds; undo everything if the loss was not finite"
+        "Take the rule's scale if it is finite, within bounds; undo all if the loss was not finite"
         before = {n: b.clone() for n, b in self.named_buffers()}
         new = self.next_scale(stats)
-        self.scale = torch.where(new.isfinite(), new, before['scale']).clamp(self.min_scale, self.max_scale).float()
+        new = torch.where(new.isfinite(), new, before['scale'])
+        self.scale = new.clamp(self.min_scale, self.max_scale).float()
         if not self.hold: return
         fine = stats['loss_finite'] != 0
         for n, b in self.named_buffers(): b.copy_(torch.where(fine, b, before[n]))
         self.held = torch.where(fine, 0, before['held'] + 1)
 
     def watch(self, model):
-        "None. A policy that wants more than gradients of weights returns an object with read(), reset(), remove()"
+        "None. Who wants more than gradients of weights returns an object with read, reset, remove"
 
     def __repr__(self): return f'{type(self).__name__}(scale={self.scale.item():g})'
-    def get_extra_state(self): return dict(policy=type(self).__name__, version=1, config=self.config)
+
+    def get_extra_state(self):
+        return dict(policy=type(self).__name__, version=1, config=self.config)
+
     def set_extra_state(self, state):
         self.config = dict(state['config'])
         vars(self).update(self.config)
@@ -105,7 +109,7 @@ class StaticScaler(LossScaler):
         loss_func, # (predictions, targets) -> 0-dim loss
         target:float=2.**13, # where the largest gradient shall lie: three octaves below FP16's end
     ): # a StaticScaler
-        "The scale that lifts the largest gradient of one FP32 backward pass to `target`, rounded down to a power of two"
+        "The power of two that lifts the largest gradient of one FP32 backward pass up to `target`"
         x, y = batch
         buffers = {n: b.clone() for n, b in model.named_buffers()}
         pred = torch.func.functional_call(model, buffers, x if isinstance(x, tuple) else (x,))
@@ -113,7 +117,7 @@ class StaticScaler(LossScaler):
         grads = torch.autograd.grad(loss_func(pred, y), ps, allow_unused=True)
         amax = max(g.abs().max().item() for g in grads if g is not None)
         if not 0 < amax < float('inf'):
-            raise ValueError(f'The largest gradient of this batch is {amax}: no scale can be measured from it.')
+            raise ValueError(f'The largest gradient of this batch is {amax}: no scale fits it.')
         return cls(2.**floor(log2(target/amax)))
 
 # %% ../nbs/10_scaler.ipynb #106f161e
@@ -128,11 +132,12 @@ def reduce_stats(
     stats:dict, # of this rank: {name: 0-dim tensor}
     group=None, # a torch.distributed process group; None where there is one process
 )->dict: # of all ranks together
-    "Add statistics up over the ranks with one SUM: each rank has a slot of its own, the others' are zero"
+    "Add statistics up over ranks with one SUM: each has a slot of its own, the others' are zero"
     if group is None: return stats
-    slots = torch.zeros(len(stats), dist.get_world_size(group), device=next(iter(stats.values())).device)
     names = sorted(stats, key=str)
-    slots[:, dist.get_rank(group)] = torch.stack([stats[n].float() for n in names])
+    mine = torch.stack([stats[n].float() for n in names])
+    slots = mine.new_zeros(len(names), dist.get_world_size(group))
+    slots[:, dist.get_rank(group)] = mine
     dist.all_reduce(slots, group=group)
     return {n: row.amax() if is_maximum(n) else row.sum() for n, row in zip(names, slots)}
 
@@ -153,13 +158,14 @@ def _check_state(
     mine, about = scaler.state_dict(), state.get('_extra_state')
     kind = about.get('policy') if isinstance(about, dict) else None
     if kind != type(scaler).__name__:
-        raise ValueError(f'A state of {kind}, with the keys {", ".join(state)}, is not one of {type(scaler).__name__}.')
-    def kinds(s): return {k: (v.dtype, v.shape) if isinstance(v, Tensor) else type(v) for k, v in s.items()}
-    wrong = {k for k, _ in kinds(mine).items() ^ kinds(state).items()}
-    if wrong: raise ValueError(f'In this state of {kind}, {", ".join(sorted(wrong))} are missing, unknown or of another kind.')
+        raise ValueError(f'{type(scaler).__name__} got a state of {kind}: {", ".join(state)}.')
+    def kind_of(v): return getattr(v, 'dtype', type(v)), getattr(v, 'shape', None)
+    both = mine.keys() & state.keys()
+    wrong = mine.keys() ^ state.keys() | {k for k in both if kind_of(mine[k]) != kind_of(state[k])}
+    if wrong: raise ValueError(f'Missing, unknown or of another kind: {", ".join(wrong)}.')
     low, high = about['config']['min_scale'], about['config']['max_scale']
     if about['version'] != 1 or not low <= state['scale'] <= high:
-        raise ValueError(f'A state of version {about["version"]} with a scale of {state["scale"]:g} cannot be loaded.')
+        raise ValueError(f'Version {about["version"]}, scale {state["scale"]:g}: no state of ours.')
 
 @patch
 def _load_from_state_dict(self:LossScaler, state_dict, prefix, meta, strict, *args):
@@ -186,32 +192,34 @@ def check_merge(
     got = f(*({n: torch.tensor(v) for n, v in s.items()} for s in (a, b)))
     assert got is not None, 'merge returned nothing: replace the stub with your solution.'
     want = {'found_inf': 1., 'amax': 8., ('above', 4.): 5., ('amax', 'activations'): 9.}
-    for n, v in want.items(): assert n in got and got[n] == v, f'{n} is {got.get(n)}, from {a[n]} and {b[n]}.'
+    for n, v in want.items():
+        assert n in got and got[n] == v, f'{n} is {got.get(n)}, from {a[n]} and {b[n]}.'
 
 # %% ../nbs/10_scaler.ipynb #0d582503
 def check_climber(
     cls, # of a policy
 ):
     "Check exercise 3 of chapter 10"
-    def step(s, bad): s.update(dict(found_inf=torch.tensor(float(bad)), loss_finite=torch.tensor(1.)))
+    def told(bad): return dict(found_inf=torch.tensor(float(bad)), loss_finite=torch.tensor(1.))
     a, trace = cls(1.), [0, 0, 0, 0, 1, 0, 0, 1, 0]
-    assert isinstance(a, LossScaler), 'Climber(1.) is no LossScaler: replace the stub with your solution.'
+    assert isinstance(a, LossScaler), 'Climber(1.) is no LossScaler: replace the stub.'
     scales = []
     for i, bad in enumerate(trace):
-        step(a, bad)
+        a.update(told(bad))
         scales.append(a.scale.item())
         b = cls(1.)
         b.load_state_dict(a.state_dict())
         a = b
-    assert scales == [2, 4, 8, 16, 8, 8, 8, 4, 4], f'With overflows {trace} the scales are {scales}.'
+    assert scales == [2, 4, 8, 16, 8, 8, 8, 4, 4], f'Overflows {trace} gave the scales {scales}.'
     torch.manual_seed(0)
     net, x, y, policy = nn.Linear(4, 3), torch.randn(64, 4), torch.randint(3, (64,)), cls(1.)
     start = net.weight.detach().clone()
     for _ in range(80):
         half = {n: p.half() for n, p in net.named_parameters()}
-        loss = nn.functional.cross_entropy(torch.func.functional_call(net, half, x.half()).float(), y)*2**-30
-        gs = [g/policy.scale for g in torch.autograd.grad(policy.scale_loss(loss), list(net.parameters()))]
+        pred = torch.func.functional_call(net, half, x.half()).float()
+        loss = policy.scale_loss(nn.functional.cross_entropy(pred, y)*2**-30)
+        gs = [g/policy.scale for g in torch.autograd.grad(loss, list(net.parameters()))]
         bad = not all(g.isfinite().all() for g in gs)
         if not bad: net.weight.data -= 2**30*.5*gs[0]
-        step(policy, bad)
-    assert not torch.equal(start, net.weight), f'Nothing moved: the scale ended at {policy.scale:g}.'
+        policy.update(told(bad))
+    assert not torch.equal(start, net.weight), f'Nothing moved: the last scale was {policy.scale:g}.'

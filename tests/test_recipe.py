@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from mpcourse.formats import same_bits
 from mpcourse.recipe import train_fp16
-from mpcourse.scaler1 import StaticScaler
-from mpcourse.step1 import MixedStep
+from mpcourse.scaler import StaticScaler
+from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fast_half
 from mpcourse.toys import batches, deep_sigmoid, digits, get_toy, relu_mlp, train_toy
 

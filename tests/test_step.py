@@ -11,7 +11,7 @@ from mpcourse import scaler1, step1
 from mpcourse.formats import same_bits
 from mpcourse.recipe import train_fp16
 from mpcourse.scaler import LossScaler, StaticScaler
-from mpcourse.step import GradStats, MixedStep, StepOutcome, count, named_gradients, take_step, unscale_
+from mpcourse.step import GradStats, MixedStep, StepOutcome, grad_statistic, named_gradients, take_step, unscale_
 from mpcourse.tensorcore import fast_half
 from mpcourse.toys import batches, get_toy, train_toy
 
@@ -179,7 +179,7 @@ def test_statistics_of_two_optimizers_add_up_and_of_maxima_the_larger_stays():
 
 
 @pytest.mark.parametrize('bad', BAD)
-def test_a_largest_value_that_is_not_finite_is_not_lost(bad): assert not count('amax', [torch.ones(3), torch.tensor([1., bad, 2.])]).isfinite()
+def test_a_largest_value_that_is_not_finite_is_not_lost(bad): assert not grad_statistic('amax', [torch.ones(3), torch.tensor([1., bad, 2.])]).isfinite()
 
 
 def test_what_nobody_counts_and_what_nobody_watches_is_said():
