@@ -11,8 +11,7 @@ import warnings
 from dataclasses import dataclass
 from math import frexp, isfinite
 
-import torch
-import torch.distributed as dist
+import torch, torch.distributed as dist
 from fastcore.basics import patch
 from torch import nn, Tensor
 

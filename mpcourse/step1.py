@@ -11,8 +11,7 @@ __all__ = ['countable', 'count_wanted', 'unscale_', 'wants_in_words', 'warn_of_r
 import warnings
 from dataclasses import dataclass, field
 
-import torch
-import torch.distributed as dist
+import torch, torch.distributed as dist
 from torch import nn, Tensor
 
 from .tensorcore import fast_half
