@@ -179,8 +179,9 @@ def test_losses_in_any_nest_are_scaled_and_others_refused():
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_a_half_loss_is_scaled_in_fp32(dtype):
-    out = StaticScaler(2.**20).scale_loss(torch.tensor(3., dtype=dtype))
-    assert out.dtype == torch.float32 and out == 3*2.**20
+    for shape in ((), (1,)):                            # with an axis torch would multiply in half
+        out = StaticScaler(2.**20).scale_loss(torch.full(shape, 3., dtype=dtype))
+        assert out.dtype == torch.float32 and out == 3*2.**20
 
 
 @pytest.mark.parametrize('s', [2.**-20, 1., 3., 1000., 2.**100])
