@@ -169,10 +169,14 @@ def test_what_a_policy_wants_is_counted_on_scaled_gradients():
 def test_statistics_of_two_optimizers_add_up_and_of_maxima_the_larger_stays():
     s = Curious(1.)
     stats = GradStats(s)
-    for g in ([1., 9.], [30., 2., torch.inf]): stats.unscale_(one(torch.tensor(g)))
+    for g in ([1., 9.], [30., 2., 8.], [torch.nan]): stats.unscale_(one(torch.tensor(g)))
+    assert stats.stats['amax'].isnan()
+    stats.reset()
+    for g in ([1., 9.], [30., 2., 8.]): stats.unscale_(one(torch.tensor(g)))
     stats.see_loss({'a': torch.tensor(1.), 'b': [torch.tensor(2.)]})
+    stats.see_loss(torch.tensor(torch.inf))
     assert not stats.decide().stepped
-    assert s.seen['numel'] == 5 and s.seen['above', 8.] == 3 and s.seen['amax'] == torch.inf and s.seen['found_inf'] == 1
+    assert s.seen['numel'] == 5 and s.seen['above', 8.] == 3 and s.seen['amax'] == 30 and (s.seen['found_inf'], s.seen['loss_finite']) == (0, 0)
     stats.unscale_(one(torch.ones(1)))
     stats.decide()
     assert s.seen['numel'] == 1 and s.seen['amax'] == 1                     # nothing is left of the last step
