@@ -2,8 +2,8 @@
 import torch
 from harness import medians, ratio
 from mpcourse.als import EDGE, ALSScaler
-from mpcourse.scaler import StaticScaler
-from mpcourse.step import MixedStep, count_wanted
+from mpcourse.scaler1 import StaticScaler
+from mpcourse.step1 import MixedStep, count_wanted
 from mpcourse.toys import batches, get_toy
 
 SHAPES = [(408, 408), (408,)]*30

@@ -10,7 +10,7 @@ from fastai.callback.all import MixedPrecision
 from harness import Row, medians
 from mpcourse.callback import MixedPrecisionCB, tensor_dls
 from mpcourse.tensorcore import fast_half
-from mpcourse.scaler import StaticScaler
+from mpcourse.scaler1 import StaticScaler
 from mpcourse.toys import CharTransformer, cnn, cross_entropy, digits
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'

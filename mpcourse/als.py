@@ -26,7 +26,7 @@ from .formats import expect, fp16
 from .half import cast_policy
 from .hooks import TensorHooks, match_names, watched_modules
 from .plots import CYCLE, figure_html, log2_axis, log2_hist, Log2Hist, plot_log2_hist
-from .scaler import CEILING, FLOOR, Handle, LossScaler, Observation
+from .scaler1 import CEILING, FLOOR, Handle, LossScaler, Observation
 
 # %% ../nbs/21_als.ipynb #352b653e
 EDGE, THRESHOLD = 2.**13, 1e-7

@@ -23,8 +23,8 @@ from torch import nn
 from .tensorcore import fast_half
 from .half import cast
 from .master import HalfWeights
-from .scaler import LossScaler, StaticScaler
-from .step import (arm, disarm, judge, named_gradients, parameter_names, refuse_bad_loss, refuse_sparse,
+from .scaler1 import LossScaler, StaticScaler
+from .step1 import (arm, disarm, judge, named_gradients, parameter_names, refuse_bad_loss, refuse_sparse,
                            skips_itself)
 
 # %% ../nbs/12_callback.ipynb #4792319e

@@ -21,8 +21,8 @@ from .tensorcore import fast_half
 from .policies import POLICIES, get_policy
 from .failures import flushed, gradients
 from .simulator import fp32_step
-from .scaler import StaticScaler
-from .step import MixedStep
+from .scaler1 import StaticScaler
+from .step1 import MixedStep
 from .toys import Toy, get_toy, seed as run_seed, train_toy
 
 # %% ../nbs/28_compare.ipynb #72ca85e5

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .formats import expect
-from .scaler import CEILING, FLOOR, LossScaler, Observation
+from .scaler1 import CEILING, FLOOR, LossScaler, Observation
 
 # %% ../nbs/14_dynamic.ipynb #f1e3584c
 LOOKS = ('sum', 'isfinite', 'fused')

@@ -19,8 +19,8 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from .dynamic import DynamicScaler
 from .policies import get_policy
-from .scaler import LossScaler, reduce, valid_scale
-from .step import (StepOutcome, countable, disarm, named_gradients, parameter_names, skips_itself, unscale_,
+from .scaler1 import LossScaler, reduce, valid_scale
+from .step1 import (StepOutcome, countable, disarm, named_gradients, parameter_names, skips_itself, unscale_,
                            warn_of_ranks, with_gathered, wants_in_words)
 
 # %% ../nbs/17_gradscaler.ipynb #c8dd789f

@@ -21,8 +21,8 @@ from torch.amp import GradScaler as TorchGradScaler
 from .hooks import STATISTICS, TENSOR_KINDS, OwnedHook, RowSums, TensorHooks, combine_sums, exponent_hist
 from .hooks import finish_stats, known_statistics, match_names, modes_off, remove_all, watched_modules, widest_float
 from .plots import Log2Hist
-from .scaler import LossScaler
-from .step import parameter_names
+from .scaler1 import LossScaler
+from .step1 import parameter_names
 
 # %% ../nbs/19_monitor.ipynb #fac706cf
 class TensorCollector:

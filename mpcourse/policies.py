@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .dynamic import DynamicScaler, HysteresisScaler, valid_number, advise_start, valid_steps
-from .scaler import FLOOR, CEILING, LossScaler, Observation, StaticScaler
+from .scaler1 import FLOOR, CEILING, LossScaler, Observation, StaticScaler
 
 # %% ../nbs/15_policies.ipynb #fedb5fa8
 class TorchScaler(DynamicScaler):

@@ -24,8 +24,8 @@ from .formats import expect, get_format
 from .plots import CYCLE, log2_axis, log2_hist
 from .policies import POLICIES, get_policy
 from .rounding import quantize
-from .scaler import LossScaler, Observation, valid_scale
-from .step import MixedStep
+from .scaler1 import LossScaler, Observation, valid_scale
+from .step1 import MixedStep
 from .toys import Data, Toy, batches, cross_entropy, fit, plain_step, predict, seed as run_seed, train_toy
 
 # %% ../nbs/16_simulator.ipynb #8c21adec

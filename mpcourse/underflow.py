@@ -32,7 +32,7 @@ from .half import CastIn, CastOut, cast, cast_policy, HALVES, norm_hooks, Wrappe
 from .hooks import OwnedHook, valid_types, named_tensors, remove_all, match_names, TensorHooks
 from .monitor import inverse_scale, open_writers, known_flush, TensorCollector
 from .plots import CYCLE, format_band, log2_axis
-from .scaler import LossScaler, StaticScaler
+from .scaler1 import LossScaler, StaticScaler
 
 # %% ../nbs/20_underflow.ipynb #28f41f43
 @dataclass

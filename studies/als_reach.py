@@ -7,7 +7,7 @@ from functools import partial
 from als_table import ending, seven_sigmoids
 from mpcourse.als import ALSScaler
 from mpcourse.policies import MegatronScaler, TorchScaler
-from mpcourse.step import MixedStep
+from mpcourse.step1 import MixedStep
 
 POLICY_STARTS = {'torch': TorchScaler, 'interval 100': partial(TorchScaler, growth_interval=100),
                  'Megatron': MegatronScaler, 'ALS': ALSScaler}

@@ -9,8 +9,8 @@ import torch
 
 from mpcourse.als import ALSScaler
 from mpcourse.policies import MegatronScaler, TorchScaler
-from mpcourse.scaler import StaticScaler
-from mpcourse.step import MixedStep
+from mpcourse.scaler1 import StaticScaler
+from mpcourse.step1 import MixedStep
 from mpcourse.tensorcore import fast_half
 from mpcourse.toys import batches, cross_entropy, deep_sigmoid, digits, fit, plain_step
 

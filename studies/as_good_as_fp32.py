@@ -9,7 +9,7 @@ import torch
 from fastai.basics import Learner
 
 from mpcourse.callback import quiet_fit, tensor_dls
-from mpcourse.scaler import StaticScaler
+from mpcourse.scaler1 import StaticScaler
 from mpcourse.toys import accuracy, get_toy, seed as run_seed
 
 ROWS = {f'{toy}, {d}': (toy, d) for toy in ('cnn', 'char_lm') for d in ('fp32', 'fp16', 'bf16')}

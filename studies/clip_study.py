@@ -14,9 +14,9 @@ from mpcourse.als import ALSScaler
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.monitor import TensorCollector
 from mpcourse.policies import MegatronScaler, get_policy
-from mpcourse.scaler import StaticScaler
+from mpcourse.scaler1 import StaticScaler
 from mpcourse.simulator import fp32_step, spoil, spoil_batches
-from mpcourse.step import MixedStep
+from mpcourse.step1 import MixedStep
 from mpcourse.tensorcore import fast_half
 from mpcourse.toys import batches, fit, get_toy
 from mpcourse.underflow import count_flushed, trend_of, underflow_rates

@@ -8,7 +8,7 @@ import torch
 from mpcourse.als import ALSScaler
 from mpcourse.fp8 import FP8Recipe, simulate_fp8
 from mpcourse.gradscaler import GradScaler
-from mpcourse.scaler import StaticScaler
+from mpcourse.scaler1 import StaticScaler
 from mpcourse.toys import batches, char_text, cross_entropy, fit, seeded, warmup_cosine
 from mpcourse.unit import unit_cross_entropy
 from mpcourse.unit_models import CharModel

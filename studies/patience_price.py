@@ -3,7 +3,7 @@
 The ReLU net on digits, 1,000 steps without a bad batch, from 2^24, growing after 100 clean steps.
 """
 from mpcourse.dynamic import DynamicScaler, HysteresisScaler
-from mpcourse.step import MixedStep
+from mpcourse.step1 import MixedStep
 from mpcourse.toys import train_toy
 
 ROWS = ('none', 'cumulative', 'consecutive')

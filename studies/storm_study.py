@@ -4,7 +4,7 @@ A row is a policy and the step at which the storm begins. All start from 2^16; t
 1,024, as a mean over so many micro-batches would divide it. Learnt: the loss ends below 1.5.
 """
 from mpcourse.dynamic import DynamicScaler
-from mpcourse.scaler import StaticScaler
+from mpcourse.scaler1 import StaticScaler
 from mpcourse.simulator import fly, hard_batches
 from mpcourse.toys import get_toy
 

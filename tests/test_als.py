@@ -13,8 +13,8 @@ from mpcourse.formats import same_bits
 from mpcourse.gradscaler import GradScaler
 from mpcourse.hooks import TensorHooks
 from mpcourse.simulator import hard_batches, replay
-from mpcourse.scaler import CEILING, FLOOR, Observation, StaticScaler
-from mpcourse.step import MixedStep, judge, named_gradients, take_step, unscale_
+from mpcourse.scaler1 import CEILING, FLOOR, Observation, StaticScaler
+from mpcourse.step1 import MixedStep, judge, named_gradients, take_step, unscale_
 from mpcourse.toys import batches, fit, get_toy, train_toy
 
 pytestmark = pytest.mark.library
@@ -463,7 +463,7 @@ def test_ranks_decide_together(ranks):
     got = ranks('''
 import torch.nn as nn
 from mpcourse.als import ALSScaler
-from mpcourse.step import judge, named_gradients
+from mpcourse.step1 import judge, named_gradients
 w = nn.Parameter(torch.ones(2)); opt = torch.optim.SGD([w], lr=.1); sc = ALSScaler(2.**10); lin = nn.Linear(2, 2).half(); sc.attach(lin)
 path = []
 for step in range(6):

@@ -15,7 +15,7 @@ from mpcourse.checkpoint import CheckpointCB
 from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
 from mpcourse.checkpoint import save_training_state
-from mpcourse.scaler import Handle, StaticScaler
+from mpcourse.scaler1 import Handle, StaticScaler
 
 pytestmark = pytest.mark.library
 H, B, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -902,7 +902,7 @@ def test_the_history_outlives_fit_and_is_read_at_the_end_only():
     "fastai drops its scales in after_fit"
     h = StepHistory()
     assert len(h) == 0 and h.scales.shape == (0,) and h.skipped.shape == (0,)
-    from mpcourse.step import StepOutcome
+    from mpcourse.step1 import StepOutcome
     for i in range(600): h.add(StepOutcome(torch.tensor(float(i % 3 == 0)), torch.tensor(float(i)), torch.tensor(1.)))
     assert len(h) == 600 and h.scales.tolist() == list(range(600)) and h.skipped.sum() == 200 and len(h.pending) < 256
     learn = fit(learner(mixed=Climber(1.)), 1)

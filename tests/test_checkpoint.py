@@ -9,7 +9,7 @@ from fastai.losses import FocalLossFlat, LabelSmoothingCrossEntropyFlat
 from mpcourse.als import ALSScaler
 from mpcourse.callback import quiet_fit, tensor_dls
 from mpcourse.checkpoint import CheckpointCB, save_training_state
-from mpcourse.scaler import StaticScaler
+from mpcourse.scaler1 import StaticScaler
 from test_callback import At, Hooking, at_iter, ctrl_c, fit, hooks_in, learner, outcome, same, seed_all, whole
 
 pytestmark = pytest.mark.library

@@ -7,7 +7,7 @@ import mpcourse.compare as B
 from mpcourse.compare import MEASURES, CONTENDERS, compare, comparison_table, get_scheme, flushed_weight_gradients, measure_scheme, zero_weight_gradients
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.policies import POLICIES
-from mpcourse.step import MixedStep
+from mpcourse.step1 import MixedStep
 from mpcourse.toys import get_toy, train_toy
 
 pytestmark = pytest.mark.library

@@ -7,8 +7,8 @@ from hypothesis import given, settings, strategies as st
 
 from mpcourse.dynamic import LOOKS, DynamicScaler, HysteresisScaler, has_overflow
 from mpcourse.formats import same_bits
-from mpcourse.scaler import CEILING, FLOOR, HostBound, Observation, StaticScaler
-from mpcourse.step import MixedStep, judge, named_gradients, take_step, unscale_
+from mpcourse.scaler1 import CEILING, FLOOR, HostBound, Observation, StaticScaler
+from mpcourse.step1 import MixedStep, judge, named_gradients, take_step, unscale_
 
 pytestmark = pytest.mark.library
 INF, NAN = math.inf, math.nan

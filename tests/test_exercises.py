@@ -113,8 +113,20 @@ WRONG = {
             out = lin(x)
             del vars(lin)['weight'], vars(lin)['bias']
             return out""",
-    # 11: forgets the subnormals, and that what is a little too large still rounds down
+    # 10: forgets the subnormals, and that what is a little too large still rounds down
     'check_window': 'lambda lo, hi: (math.ceil(-14 - math.log2(lo)), math.floor(math.log2(65504/hi)))',
+    # 10: adds the maxima up, too
+    'check_merge': 'lambda a, b: {n: a[n] + b[n] for n in a}',
+    # 10: remembers in an attribute, which no checkpoint has
+    'check_climber': """
+        def Climber(init_scale):
+            from mpcourse.scaler import LossScaler
+            class Climber(LossScaler):
+                climbs = True
+                def next_scale(self, stats):
+                    if stats['found_inf'] > 0: self.climbs = False
+                    return self.scale/2 if stats['found_inf'] > 0 else self.scale*2 if self.climbs else self.scale
+            return Climber(init_scale)""",
     # 11: takes the scale out in half precision, where it had been put in to avoid just that
     'check_to_master': 'lambda g, scale: ((g/scale).float(), bool(g.isfinite().all()))',
     # 11: skips the gradient, and lets weight decay and momentum go on
@@ -124,6 +136,11 @@ WRONG = {
             v.mul_(mom).add_(g if ok else torch.zeros_like(g)).add_(w, alpha=wd)
             w.sub_(v, alpha=lr)
             return ok""",
+    # 11: a step, and a decision, for each part
+    'check_big_step': """
+        def big_step(model, parts, opt, loss_func, scaler):
+            from mpcourse.step import MixedStep
+            for x, y in parts: MixedStep(scaler)(model, x, y, opt, loss_func)""",
     # 12: counts steps, not skipped steps
     'check_skip_counter': """
         def skip_counter():

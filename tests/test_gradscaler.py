@@ -10,7 +10,7 @@ from mpcourse.dynamic import DynamicScaler, HysteresisScaler
 from mpcourse.formats import same_bits
 from mpcourse.gradscaler import GradScaler
 from mpcourse.policies import OWN_POLICIES, POLICIES as PUBLISHED, get_policy
-from mpcourse.scaler import Handle, LossScaler, StaticScaler
+from mpcourse.scaler1 import Handle, LossScaler, StaticScaler
 
 Torch = torch.amp.GradScaler
 library = pytest.mark.library
@@ -1170,7 +1170,7 @@ def test_ranks_that_decide_alone_by_what_their_hooks_see_are_warned(ranks):
 import warnings
 import torch
 from mpcourse.gradscaler import GradScaler
-from mpcourse.scaler import StaticScaler
+from mpcourse.scaler1 import StaticScaler
 class Watcher(StaticScaler):
     def gathered(self): return {('amax', 'activations'): torch.ones(())}
 def said(policy, group=None):

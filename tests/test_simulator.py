@@ -13,8 +13,8 @@ from mpcourse.rounding import quantize
 from mpcourse.simulator import (Recording, bell, flush_share, fly, fresh, from_hists, hard_batches, load_trace, named_policies,
                                 observe, overflows, plot_flight, random_storm, record_trace, replay, round_off, save_trace, script, spoil,
                                 storm_of, weight_zeros)
-from mpcourse.scaler import StaticScaler
-from mpcourse.step import MixedStep, unscale_
+from mpcourse.scaler1 import StaticScaler
+from mpcourse.step1 import MixedStep, unscale_
 from mpcourse.toys import batches, digits, get_toy, plain_step, relu_mlp, train_toy
 
 pytestmark = pytest.mark.library

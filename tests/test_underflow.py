@@ -15,8 +15,8 @@ from mpcourse.underflow import (FlushProbe, Overflow, OverflowWatch, Verdict, ac
 from mpcourse.plots import log2_hist
 from mpcourse.failures import flushed
 from mpcourse.rounding import quantize
-from mpcourse.scaler import StaticScaler
-from mpcourse.step import MixedStep
+from mpcourse.scaler1 import StaticScaler
+from mpcourse.step1 import MixedStep
 from mpcourse.toys import batches, cross_entropy, fit, get_toy, half_pass, plain_step, relu_mlp
 
 pytestmark = pytest.mark.library
@@ -669,7 +669,7 @@ def test_a_switch_takes_the_old_scalers_hooks_and_gradients():
     "Half a step's gradients, accumulated at another scale, are dropped; what the old scaler attached is gone"
     from fastai.basics import Callback
     from mpcourse.callback import quiet_fit
-    from mpcourse.scaler import Handle
+    from mpcourse.scaler1 import Handle
     class Attached(StaticScaler):
         attached = removed = 0
         def attach(self, model):

@@ -12,52 +12,91 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = {'1': 'test_1_no_nan', '2': 'test_2_fp32', '3': 'test_3_resume', '4': 'test_4_ranks', '5': 'test_5_gradscaler',
-         '6': 'test_6_conversions', '7': 'test_7_arguments'}       # of tests/promises
+FILES = {'1': 'promises/test_1_no_nan', '2': 'promises/test_2_fp32', '3': 'promises/test_3_resume', '4': 'promises/test_4_ranks',
+         '5': 'promises/test_5_gradscaler', '6': 'promises/test_6_conversions', '7': 'promises/test_7_arguments',
+         'scaler': 'test_scaler', 'step': 'test_step'}              # a promise, or a chapter's own tests
 OTHERS = ('fastai.basics', 'fastai.callback.schedule', 'fastai.callback.fp16', 'fastai.callback.tracker', 'pandas', 'pytest',
           'sklearn.datasets', 'matplotlib.pyplot', 'torch._dynamo', 'torch.distributed', 'ipywidgets', 'scipy.special', 'hypothesis',
           'pytest_timeout', 'pytest_rerunfailures', 'pydoc_data.topics', 'unittest.mock')   # imported once, before all tests
 LIMIT = 900                                                        # seconds; a test that hangs is told as an error
 
-Mutant = namedtuple('Mutant', 'module old new promise tests')      # tests: what to select, for pytest's -k
+Mutant = namedtuple('Mutant', 'module old new promise tests')      # a key of FILES; what to select there, for pytest's -k
 M = [Mutant(*row) for row in (
+    # the second protocol
+    ('scaler', 'return tree_map(lambda l: l.float()*self.scale, loss)', 'return tree_map(lambda l: l*self.scale, loss)', 'scaler', 'half_loss'),
+    ('scaler', 'wide = self.scale if self.scale.is_mps else self.scale.double()', 'wide = self.scale.half()', 'scaler', 'inverse'),
+    ('scaler', "torch.where(new.isfinite(), new, before['scale'])", 'new', 'scaler', 'finite'),
+    ('scaler', '.clamp(self.min_scale, self.max_scale)', '', 'scaler', 'finite or one_fp32'),
+    ('scaler', 'before = {n: b.clone() for n, b in self.named_buffers()}', 'before = dict(self.named_buffers())', 'scaler', 'hold_keeps'),
+    ('scaler', 'if not self.hold: return', 'return', 'scaler', 'hold_keeps'),
+    ('scaler', 'if not self.hold: return', '', 'scaler', 'without_hold'),
+    ('scaler', "before['held'] + 1", "before['held']", 'scaler', 'hold_keeps'),
+    ('scaler', 'm._buffers[n] = b.to(fn(b).device)', 'm._buffers[n] = fn(b)', 'scaler', 'keeps_its_dtypes'),
+    ('scaler', 'if state or not prefix: _check_state(self, state)', 'pass', 'scaler', 'refused_and_nothing'),
+    ('scaler', 'not low <= state[\'scale\'] <= high', 'False', 'scaler', 'refused_and_nothing'),
+    ('scaler', 'if wrong: raise', 'if False: raise', 'scaler', 'refused_and_nothing'),
+    ('scaler', 'vars(self).update(self.config)\n\n', '\n', 'scaler', 'travel'),
+    ('scaler', 'buffers = {n: b.clone() for n, b in model.named_buffers()}', 'buffers = {}', 'scaler', 'measuring'),
+    ('scaler', 'cls(2.**floor(log2(target/amax)))', 'cls(2.**(floor(log2(target/amax)) + 1))', 'scaler', 'measured_scale_puts'),
+    ('scaler', 'row.amax() if is_maximum(n) else row.sum()', 'row.sum()', 'scaler', 'summed_over'),
+    ('scaler', 'names = sorted(stats, key=str)', 'names = list(stats)', 'scaler', 'summed_over'),
+    ('step', 'torch._amp_foreach_non_finite_check_and_unscale_(masters, here, inv)\n        if', 'torch._foreach_mul_(masters, inv)\n        if', 'step', 'one_bad_number'),
+    ('step', 'if scaler.min_scale < 1:', 'if False:', 'step', 'below_one'),
+    ('step', 'if new: torch._foreach_copy_', 'if False: torch._foreach_copy_', 'step', 'two_roundings'),
+    ('step', 'if g.is_sparse: raise', 'if False: raise', 'step', 'sparse'),
+    ('step', '(g.abs() >= want[1])', '(g >= want[1])', 'step', 'counted_on'),
+    ('step', 'old.maximum(v) if is_maximum(n) else old + v', 'old + v', 'step', 'two_optimizers'),
+    ('step', 'found = found + (1 - stats[\'loss_finite\'])', 'pass', 'step', 'infinite_is_held'),
+    ('step', "dist.group.WORLD if together else self.group", 'self.group', 'step', 'decide_as_one'),
+    ('step', "return t.to_local() if hasattr(t, 'to_local') else t", 'return t', 'step', 'dtensor'),
+    ('step', 'self.scaler.scale.clone()', 'self.scaler.scale', 'step', 'before_and_after'),
+    ('step', 'self._stepped = not self.found_inf.item() > 0', 'self._stepped = True', 'step', 'leaves_every_bit'),
+    ('step', '(outcome.found_inf > 0).float()', '(outcome.found_inf > 9).float()', 'step', 'leaves_every_bit'),
+    ('step', 'finally: del inner.grad_scale, inner.found_inf', 'finally: pass', 'step', 'taken_back'),
+    ('step', 'if held >= 50:', 'if held >= 500:', 'step', 'fifty'),
+    ('step', 'outcome.number % 50 == 49', 'False', 'step', 'fifty'),
+    ('step', 'if self.next_scale.item() <= self.floor:', 'if False:', 'step', 'floor'),
+    ('step', 'loss = loss_func(cast_floats(pred, torch.float32), yb)', 'loss = loss_func(pred, yb).float()', 'step', 'fp32_and_recorded'),
+    ('step', '            self.stats.see_loss(loss)\n', '', 'step', 'infinite_is_held'),
+    ('step', 'if half: raise', 'if False: raise', 'step', 'half_already'),
+    ('step', 'if self.stats and self.stats.watched: self.stats.watched.remove()', 'pass', 'step', 'serves_another'),
     # the factor and its inverse
-    ('scaler', 'return loss.float()*self.scale', 'return loss.float()', 1, 'recipes or exactly'),
-    ('scaler', 'self._inverse = now, wide.reciprocal().float()', 'self._inverse = now, self.scale.clone()', 1, 'recipes'),
-    ('scaler', 'if not (isfinite(s) and FLOOR <= s <= CEILING):', 'if not s <= CEILING:', 7, 'scale_that_cannot'),
+    ('scaler1', 'return loss.float()*self.scale', 'return loss.float()', 1, 'recipes or exactly'),
+    ('scaler1', 'self._inverse = now, wide.reciprocal().float()', 'self._inverse = now, self.scale.clone()', 1, 'recipes'),
+    ('scaler1', 'if not (isfinite(s) and FLOOR <= s <= CEILING):', 'if not s <= CEILING:', 7, 'scale_that_cannot'),
     # the scaler's state
-    ('scaler', 'tensors = {n: getattr(self, n).detach().clone() for n in self.state_names}',
+    ('scaler1', 'tensors = {n: getattr(self, n).detach().clone() for n in self.state_names}',
      'tensors = {n: getattr(self, n).detach().clone() for n in self.state_names[:1]}', 3, 'each_policy'),
-    ('scaler', 'for n in self.state_names: setattr(self, n, state[n]', 'for n in self.state_names[:1]: setattr(self, n, state[n]', 3, 'each_policy'),
-    ('scaler', 'hyper = {n: getattr(self, n) for n in self.hyper_names}', 'hyper = {}', 3, 'each_policy'),
-    ('scaler', "    if not low <= scale <= high:\n", "    if low > scale:\n", 7, 'state_that_cannot'),
-    ('scaler', "if missing: raise ValueError(f'The state lacks", "if False: raise ValueError(f'The state lacks", 7, 'state_that_cannot'),
-    ('scaler', "if state.get('policy') != type(self).__name__:", "if False:", 7, 'relative'),
+    ('scaler1', 'for n in self.state_names: setattr(self, n, state[n]', 'for n in self.state_names[:1]: setattr(self, n, state[n]', 3, 'each_policy'),
+    ('scaler1', 'hyper = {n: getattr(self, n) for n in self.hyper_names}', 'hyper = {}', 3, 'each_policy'),
+    ('scaler1', "    if not low <= scale <= high:\n", "    if low > scale:\n", 7, 'state_that_cannot'),
+    ('scaler1', "if missing: raise ValueError(f'The state lacks", "if False: raise ValueError(f'The state lacks", 7, 'state_that_cannot'),
+    ('scaler1', "if state.get('policy') != type(self).__name__:", "if False:", 7, 'relative'),
     # the reduction over ranks
-    ('scaler', '    if group is None: return obs\n', '    return obs\n', 4, 'alone'),
-    ('scaler', 'op=dist.ReduceOp.SUM', 'op=dist.ReduceOp.MIN', 4, 'alone'),
-    ('scaler', 'slots[:, dist.get_rank(group)] = obs.values[largest]', 'slots[:, 0] = 0', 4, 'sees_all'),
-    ('step', 'obs = reduce(with_gathered(unscale_(named, scaler), scaler), group)', 'obs = with_gathered(unscale_(named, scaler), scaler)', 4, 'alone'),
+    ('scaler1', '    if group is None: return obs\n', '    return obs\n', 4, 'alone'),
+    ('scaler1', 'op=dist.ReduceOp.SUM', 'op=dist.ReduceOp.MIN', 4, 'alone'),
+    ('scaler1', 'slots[:, dist.get_rank(group)] = obs.values[largest]', 'slots[:, 0] = 0', 4, 'sees_all'),
+    ('step1', 'obs = reduce(with_gathered(unscale_(named, scaler), scaler), group)', 'obs = with_gathered(unscale_(named, scaler), scaler)', 4, 'alone'),
     ('callback', 'return None if self._alone else dist.group.WORLD', 'return None', 4, 'learner'),
     ('gradscaler', 'obs = reduce(unscale_(triples, sight), self.group)', 'obs = unscale_(triples, sight)', 4, 'gradscaler'),
     # the look and the unscaling, and their order
-    ('step', 'torch._amp_foreach_non_finite_check_and_unscale_(ts, here, factor.to(ts[0].device))', 'torch._foreach_mul_(ts, factor)', 1, 'every_bit and nan'),
-    ('step', '_check_and_multiply_(masters, found, inv)', '_check_and_multiply_(masters, found, torch.ones_like(inv))', 1, 'exactly or recipes'),
-    ('step', 'if again and _may_overflow(scaler, grads, masters):', 'if False:', 1, 'below_one'),
-    ('step', 'wants, again = scaler.wants, scaler.below_one()', 'wants, again = scaler.wants, False', 1, 'below_one'),
-    ('step', 'return [t for g in grads if g.numel() for t in torch.aminmax(g)] or', 'return [g.amax() for g in grads if g.numel()] or', 5, 'largest_magnitude'),
-    ('step', '(g.abs() >= want[1])', '(g >= want[1])', 5, 'largest_magnitude'),
-    ('step', '        scaler.update(obs)\n', '        pass\n', 1, 'halves_and_grows'),
-    ('step', 'self._stepped = not self.flag.item() > 0', 'self._stepped = True', 1, 'every_bit and nan'),
-    ('step', 'if outcome.stepped: opt.step()', 'opt.step()', 1, 'every_bit and step'),
-    ('step', '(outcome.flag > 0).float()', '(outcome.flag > 9).float()', 1, 'every_bit and fused'),
-    ('step', 'not all(g.dtype == torch.float16 != m.dtype for g,m in zip(grads, masters))', 'False', 1, 'below_one'),
-    ('step', 'clip_grad_norm_(model.parameters(), self.clip)', 'clip_grad_norm_(model.parameters(), self.clip*2)', 1, 'recipes'),
-    ('step', 'loss = loss_func(cast(pred, torch.float32), yb)', 'loss = loss_func(pred, yb).float()', 1, 'recipes'),
-    ('step', 'opt.zero_grad(); self.scaler.forget()', 'self.scaler.forget()', 1, 'recipes'),
-    ('step', 'self.scaler.scale_loss(loss).backward()', 'loss.backward()', 1, 'recipes'),
-    ('step', 'skipped=self.outcome.flag > 0)', 'skipped=self.outcome.flag < 0)', 1, 'recipes'),
-    ('step', "if getattr(m, 'sparse', False) is True and", "if False and", 7, 'sparse'),
+    ('step1', 'torch._amp_foreach_non_finite_check_and_unscale_(ts, here, factor.to(ts[0].device))', 'torch._foreach_mul_(ts, factor)', 1, 'every_bit and nan'),
+    ('step1', '_check_and_multiply_(masters, found, inv)', '_check_and_multiply_(masters, found, torch.ones_like(inv))', 1, 'exactly or recipes'),
+    ('step1', 'if again and _may_overflow(scaler, grads, masters):', 'if False:', 1, 'below_one'),
+    ('step1', 'wants, again = scaler.wants, scaler.below_one()', 'wants, again = scaler.wants, False', 1, 'below_one'),
+    ('step1', 'return [t for g in grads if g.numel() for t in torch.aminmax(g)] or', 'return [g.amax() for g in grads if g.numel()] or', 5, 'largest_magnitude'),
+    ('step1', '(g.abs() >= want[1])', '(g >= want[1])', 5, 'largest_magnitude'),
+    ('step1', '        scaler.update(obs)\n', '        pass\n', 1, 'halves_and_grows'),
+    ('step1', 'self._stepped = not self.flag.item() > 0', 'self._stepped = True', 1, 'every_bit and nan'),
+    ('step1', 'if outcome.stepped: opt.step()', 'opt.step()', 1, 'every_bit and step'),
+    ('step1', '(outcome.flag > 0).float()', '(outcome.flag > 9).float()', 1, 'every_bit and fused'),
+    ('step1', 'not all(g.dtype == torch.float16 != m.dtype for g,m in zip(grads, masters))', 'False', 1, 'below_one'),
+    ('step1', 'clip_grad_norm_(model.parameters(), self.clip)', 'clip_grad_norm_(model.parameters(), self.clip*2)', 1, 'recipes'),
+    ('step1', 'loss = loss_func(cast(pred, torch.float32), yb)', 'loss = loss_func(pred, yb).float()', 1, 'recipes'),
+    ('step1', 'opt.zero_grad(); self.scaler.forget()', 'self.scaler.forget()', 1, 'recipes'),
+    ('step1', 'self.scaler.scale_loss(loss).backward()', 'loss.backward()', 1, 'recipes'),
+    ('step1', 'skipped=self.outcome.flag > 0)', 'skipped=self.outcome.flag < 0)', 1, 'recipes'),
+    ('step1', "if getattr(m, 'sparse', False) is True and", "if False and", 7, 'sparse'),
     # half weights and masters
     ('master', 'self.before = model, dtype, {}', 'self.before = model, torch.bfloat16, {}', 2, 'computes_in_half'),
     ('master', 'for place in reversed(before): _restore(*place)', 'pass', 2, 'plain'),
@@ -181,7 +220,7 @@ def try_one(folder, m):
     whole = file.read_text()
     try:
         file.write_text(whole.replace(m.old, m.new))
-        code, line = tests_fail(folder, [f'tests/promises/{FILES[str(m.promise)]}.py', '-k', m.tests])
+        code, line = tests_fail(folder, [f'tests/{FILES[str(m.promise)]}.py', '-k', m.tests])
     finally: file.write_text(whole)
     return {0: 'SURVIVED', 1: 'killed', 5: 'NO-TEST'}.get(code, 'ERROR'), line           # 1: a test failed
 
