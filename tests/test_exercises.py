@@ -107,8 +107,8 @@ WRONG = {
     # 09: compares before the last rounding
     'check_lost_by_rounding_twice': 'lambda w, us: (w + sum(us) != w.half().float() + sum(us)).float().mean().item()',
     # 09: after an error the shadow stays
-    'check_lend': """
-        def lend(lin, x):
+    'check_call_in_half': """
+        def call_in_half(lin, x):
             vars(lin).update(weight=lin.weight.half(), bias=lin.bias.half())
             out = lin(x)
             del vars(lin)['weight'], vars(lin)['bias']

@@ -101,7 +101,7 @@ M = [Mutant(*row) for row in (
     ('master', 'self.before = model, dtype, {}', 'self.before = model, torch.bfloat16, {}', 2, 'computes_in_half'),
     ('master', 'for place in reversed(before): _restore(*place)', 'pass', 2, 'plain'),
     ('master', 'while self.before: _restore(*self.before.pop())', 'self.before.clear()', 2, 'plain'),
-    ('master', 'return partial, (self.plain,)', 'return HalfForward, (self.module, self.half)', 2, 'a_copy_taken'),
+    ('master', 'return partial, (self.plain,)', 'return HalfForward, (self.module, self.owner)', 2, 'a_copy_taken'),
     ('master', 'if p.is_floating_point() and p.dtype != torch.float32:', 'if False:', 6, 'wide_or_bf16'),
     ('master', 'with self.autocast(): yield', 'yield', 6, 'buffer_meets'),
     ('master', 'masters = [[_wide(p).clone() for p in g] for g in groups]', 'masters = [[_wide(p.half()).clone() for p in g] for g in groups]', 6, 'masters'),
