@@ -194,6 +194,7 @@ class GradStats:
 # %% ../nbs/11_step.ipynb #240d6d28
 def _skips_itself(opt):
     "Does a tensor skip its next step? If it is fused, but for SGD's first step with momentum"
+    opt = getattr(opt, 'opt', opt)
     if not getattr(opt, '_step_supports_amp_scaling', False): return False
     if not isinstance(opt, torch.optim.SGD): return True
     moving = [p for g in opt.param_groups if g['momentum'] for p in g['params']]
@@ -205,9 +206,8 @@ def take_step(
     outcome:StepOutcome, # of the step
 ):
     "Step, or skip: on the device where the optimizer is fused, else after one look from the host"
-    inner = getattr(opt, 'opt', opt)
-    if _skips_itself(inner):
-        outcome.grads = None
+    if _skips_itself(opt):
+        inner, outcome.grads = getattr(opt, 'opt', opt), None
         inner.grad_scale, inner.found_inf = None, (outcome.found_inf > 0).float()
         try: opt.step()
         finally: del inner.grad_scale, inner.found_inf
@@ -264,7 +264,8 @@ class MixedStep:
         loss = self.backward(model, xb, yb, loss_func)
         self.stats.unscale_(named_gradients(opt, model))
         self.outcome = self.stats.decide()
-        if self.clip: nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+        if self.clip and (_skips_itself(opt) or self.outcome.stepped):  # else all would become NaN
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip)
         take_step(opt, self.outcome)
         return dict(loss=loss, scale=self.outcome.scale, skipped=self.outcome.found_inf > 0)
 
