@@ -147,7 +147,7 @@ class GradStats:
 
     def reset(self):
         "Forget what was collected: a step begins"
-        self.stats, self.named = dict(loss_finite=torch.zeros_like(self.scaler.scale)), []
+        self.stats, self.named = dict(loss_nonfinite=torch.zeros_like(self.scaler.scale)), []
         if self.watched: self.watched.reset()
 
     def add(self,
@@ -163,7 +163,8 @@ class GradStats:
         loss, # unscaled; any nest of scalars
     ):
         "Count losses that are not finite"
-        self.add(dict(loss_finite=sum((~l.detach().isfinite()).float() for l in tree_leaves(loss))))
+        bad = [~l.detach().isfinite() for l in tree_leaves(loss)]
+        self.add(dict(loss_nonfinite=sum(b.float() for b in bad)))
 
     def unscale_(self,
         named:list, # as for the function `unscale_`
@@ -178,18 +179,19 @@ class GradStats:
     def decide(self)->StepOutcome:
         "Add up over the ranks, and let the policy choose: the same on every rank"
         if self.watched: self.add(self.watched.read())
-        missing = [w for w in self.scaler.wants if w not in self.stats]
+        missing = [w for w in self.scaler.wants if w not in (*self.stats, 'loss_finite')]
         if missing: raise ValueError(f'{self.scaler!r} wants {missing}, and nothing counts it.')
         together = self.group is None and dist.is_available() and dist.is_initialized()
         stats = reduce_stats(self.stats, dist.group.WORLD if together else self.group)
-        stats['loss_finite'] = (stats['loss_finite'] == 0).float()  # until now: how many were not
+        stats['loss_finite'] = (stats.pop('loss_nonfinite') == 0).float()
         scaler, scale, found = self.scaler, self.scaler.scale.clone(), stats['found_inf']
         scaler.update(stats)
         if scaler.hold: found = found + (1 - stats['loss_finite'])
         self.number += 1
         floor = scaler.min_scale if scaler.min_scale < scaler.init_scale else 0.
-        named, _ = self.named, self.reset()
-        return StepOutcome(found, scale, scaler.scale, scaler.held, self.number, floor, named)
+        outcome = StepOutcome(found, scale, scaler.scale, scaler.held, self.number, floor, self.named)
+        self.reset()
+        return outcome
 
 # %% ../nbs/11_step.ipynb #240d6d28
 def _skips_itself(opt):
@@ -206,8 +208,9 @@ def take_step(
     outcome:StepOutcome, # of the step
 ):
     "Step, or skip: on the device where the optimizer is fused, else after one look from the host"
+    inner = getattr(opt, 'opt', opt)
     if _skips_itself(opt):
-        inner, outcome.grads = getattr(opt, 'opt', opt), None
+        outcome.grads = None
         inner.grad_scale, inner.found_inf = None, (outcome.found_inf > 0).float()
         try: opt.step()
         finally: del inner.grad_scale, inner.found_inf
