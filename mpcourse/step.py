@@ -41,11 +41,13 @@ def _local(t): return t.to_local() if hasattr(t, 'to_local') else t   # FSDP2: t
 
 def _by_kind(named, scaler):
     "(inverse, masters) for each kernel call: masters of one device and dtype, with one scale"
-    one = scaler.inv_scale() if type(scaler).inv_scale is LossScaler.inv_scale else None
-    kinds = {}
+    overridden = type(scaler).inv_scale is not LossScaler.inv_scale
+    common, kinds = None if overridden else scaler.inv_scale(), {}
     for name, _, m in named:
-        m, inv = _local(m), scaler.inv_scale(name) if one is None else one
-        kinds.setdefault((m.device, m.dtype, id(inv)), (inv, []))[1].append(m)
+        m = _local(m)
+        inv = scaler.inv_scale(name) if overridden else common
+        _, masters = kinds.setdefault((m.device, m.dtype, id(inv)), (inv, []))
+        masters.append(m)
     return kinds.values()
 
 # %% ../nbs/11_step.ipynb #1ad34696
@@ -95,7 +97,7 @@ class StepOutcome:
     next_scale:Tensor # 0-dim: the loss scale of the next
     held:Tensor # 0-dim: how many steps in a row, up to this one, had a loss that was not finite
     number:int=0 # of the step in this process
-    floor:float=0. # what the scale cannot fall below; 0 where it began there
+    floor:float=0. # lowest scale allowed; 0 if the first scale was already the lowest
     grads:list=None # (name, gradient, unscaled gradient), until the first look
     nonfinite:tuple=None # after the first look: whose gradient was not finite on this rank
     _stepped:bool=None
@@ -122,7 +124,7 @@ class StepOutcome:
                 f'the next scale is {then:g}.')
 
     def warn(self):
-        "Say it where the model is dead, or the scale has fallen to its floor"
+        "Warn after fifty non-finite losses in a row, or at the lowest scale"
         held = int(self.held.item())
         if held >= 50:
             warnings.warn(f'The loss has not been finite since step {self.number - held + 1}: '
@@ -189,9 +191,9 @@ class GradStats:
         if scaler.hold: found = found + (1 - stats['loss_finite'])
         self.number += 1
         floor = scaler.min_scale if scaler.min_scale < scaler.init_scale else 0.
-        outcome = StepOutcome(found, scale, scaler.scale, scaler.held, self.number, floor, self.named)
+        named = self.named
         self.reset()
-        return outcome
+        return StepOutcome(found, scale, scaler.scale, scaler.held, self.number, floor, named)
 
 # %% ../nbs/11_step.ipynb #240d6d28
 def _skips_itself(opt):
