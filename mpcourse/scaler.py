@@ -115,7 +115,8 @@ class StaticScaler(LossScaler):
         pred = torch.func.functional_call(model, buffers, x if isinstance(x, tuple) else (x,))
         ps = [p for p in model.parameters() if p.requires_grad]
         grads = torch.autograd.grad(loss_func(pred, y), ps, allow_unused=True)
-        amax = max(g.abs().max().item() for g in grads if g is not None)
+        largest = [g.abs().max().item() for g in grads if g is not None]
+        amax = torch.tensor(largest).max().item()            # Python's max can miss a NaN
         if not 0 < amax < float('inf'):
             raise ValueError(f'The largest gradient of this batch is {amax}: no scale fits it.')
         return cls(2.**floor(log2(target/amax)))
@@ -142,6 +143,7 @@ def reduce_stats(
     return {n: row.amax() if is_maximum(n) else row.sum() for n, row in zip(names, slots)}
 
 # %% ../nbs/10_scaler.ipynb #4f2aef72
+#| code-fold: true
 @patch
 def _apply(self:LossScaler, fn, recurse=True):
     "Move with a model, and keep every dtype: a scale of 2^16 is infinite in FP16"
@@ -150,6 +152,7 @@ def _apply(self:LossScaler, fn, recurse=True):
     return self
 
 # %% ../nbs/10_scaler.ipynb #32007483
+#| code-fold: true
 def _check_state(
     scaler, # that shall take the state over
     state:dict, # without a prefix
@@ -161,11 +164,13 @@ def _check_state(
         raise ValueError(f'{type(scaler).__name__} got a state of {kind}: {", ".join(state)}.')
     def kind_of(v): return getattr(v, 'dtype', type(v)), getattr(v, 'shape', None)
     both = mine.keys() & state.keys()
-    wrong = mine.keys() ^ state.keys() | {k for k in both if kind_of(mine[k]) != kind_of(state[k])}
+    wrong = {k for k in both if kind_of(mine[k]) != kind_of(state[k])}
+    wrong |= mine.keys() ^ state.keys()
     if wrong: raise ValueError(f'Missing, unknown or of another kind: {", ".join(wrong)}.')
     low, high = about['config']['min_scale'], about['config']['max_scale']
     if about['version'] != 1 or not low <= state['scale'] <= high:
-        raise ValueError(f'Version {about["version"]}, scale {state["scale"]:g}: no state of ours.')
+        raise ValueError(f'This state was not saved by this class: version {about["version"]}, '
+                         f'scale {state["scale"]:g}.')
 
 @patch
 def _load_from_state_dict(self:LossScaler, state_dict, prefix, meta, strict, *args):
@@ -200,12 +205,12 @@ def check_climber(
     cls, # of a policy
 ):
     "Check exercise 3 of chapter 10"
-    def told(bad): return dict(found_inf=torch.tensor(float(bad)), loss_finite=torch.tensor(1.))
+    def stats_of(bad): return dict(found_inf=torch.tensor(float(bad)), loss_finite=torch.tensor(1.))
     a, trace = cls(1.), [0, 0, 0, 0, 1, 0, 0, 1, 0]
     assert isinstance(a, LossScaler), 'Climber(1.) is no LossScaler: replace the stub.'
     scales = []
     for i, bad in enumerate(trace):
-        a.update(told(bad))
+        a.update(stats_of(bad))
         scales.append(a.scale.item())
         b = cls(1.)
         b.load_state_dict(a.state_dict())
@@ -221,5 +226,5 @@ def check_climber(
         gs = [g/policy.scale for g in torch.autograd.grad(loss, list(net.parameters()))]
         bad = not all(g.isfinite().all() for g in gs)
         if not bad: net.weight.data -= 2**30*.5*gs[0]
-        policy.update(told(bad))
+        policy.update(stats_of(bad))
     assert not torch.equal(start, net.weight), f'Nothing moved: the last scale was {policy.scale:g}.'

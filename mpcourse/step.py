@@ -41,11 +41,13 @@ def _local(t): return t.to_local() if hasattr(t, 'to_local') else t   # FSDP2: t
 
 def _by_kind(named, scaler):
     "(inverse, masters) for each kernel call: masters of one device and dtype, with one scale"
-    one = scaler.inv_scale() if type(scaler).inv_scale is LossScaler.inv_scale else None
-    kinds = {}
+    overridden = type(scaler).inv_scale is not LossScaler.inv_scale
+    common, kinds = None if overridden else scaler.inv_scale(), {}
     for name, _, m in named:
-        m, inv = _local(m), scaler.inv_scale(name) if one is None else one
-        kinds.setdefault((m.device, m.dtype, id(inv)), (inv, []))[1].append(m)
+        m = _local(m)
+        inv = scaler.inv_scale(name) if overridden else common
+        _, masters = kinds.setdefault((m.device, m.dtype, id(inv)), (inv, []))
+        masters.append(m)
     return kinds.values()
 
 # %% ../nbs/11_step.ipynb #1ad34696
@@ -95,7 +97,7 @@ class StepOutcome:
     next_scale:Tensor # 0-dim: the loss scale of the next
     held:Tensor # 0-dim: how many steps in a row, up to this one, had a loss that was not finite
     number:int=0 # of the step in this process
-    floor:float=0. # what the scale cannot fall below; 0 where it began there
+    floor:float=0. # lowest scale allowed; 0 if the first scale was already the lowest
     grads:list=None # (name, gradient, unscaled gradient), until the first look
     nonfinite:tuple=None # after the first look: whose gradient was not finite on this rank
     _stepped:bool=None
@@ -122,7 +124,7 @@ class StepOutcome:
                 f'the next scale is {then:g}.')
 
     def warn(self):
-        "Say it where the model is dead, or the scale has fallen to its floor"
+        "Warn after fifty non-finite losses in a row, or at the lowest scale"
         held = int(self.held.item())
         if held >= 50:
             warnings.warn(f'The loss has not been finite since step {self.number - held + 1}: '
@@ -147,7 +149,7 @@ class GradStats:
 
     def reset(self):
         "Forget what was collected: a step begins"
-        self.stats, self.named = dict(loss_finite=torch.zeros_like(self.scaler.scale)), []
+        self.stats, self.named = dict(loss_nonfinite=torch.zeros_like(self.scaler.scale)), []
         if self.watched: self.watched.reset()
 
     def add(self,
@@ -163,7 +165,8 @@ class GradStats:
         loss, # unscaled; any nest of scalars
     ):
         "Count losses that are not finite"
-        self.add(dict(loss_finite=sum((~l.detach().isfinite()).float() for l in tree_leaves(loss))))
+        bad = [~l.detach().isfinite() for l in tree_leaves(loss)]
+        self.add(dict(loss_nonfinite=sum(b.float() for b in bad)))
 
     def unscale_(self,
         named:list, # as for the function `unscale_`
@@ -178,22 +181,24 @@ class GradStats:
     def decide(self)->StepOutcome:
         "Add up over the ranks, and let the policy choose: the same on every rank"
         if self.watched: self.add(self.watched.read())
-        missing = [w for w in self.scaler.wants if w not in self.stats]
+        missing = [w for w in self.scaler.wants if w not in (*self.stats, 'loss_finite')]
         if missing: raise ValueError(f'{self.scaler!r} wants {missing}, and nothing counts it.')
         together = self.group is None and dist.is_available() and dist.is_initialized()
         stats = reduce_stats(self.stats, dist.group.WORLD if together else self.group)
-        stats['loss_finite'] = (stats['loss_finite'] == 0).float()  # until now: how many were not
+        stats['loss_finite'] = (stats.pop('loss_nonfinite') == 0).float()
         scaler, scale, found = self.scaler, self.scaler.scale.clone(), stats['found_inf']
         scaler.update(stats)
         if scaler.hold: found = found + (1 - stats['loss_finite'])
         self.number += 1
         floor = scaler.min_scale if scaler.min_scale < scaler.init_scale else 0.
-        named, _ = self.named, self.reset()
+        named = self.named
+        self.reset()
         return StepOutcome(found, scale, scaler.scale, scaler.held, self.number, floor, named)
 
 # %% ../nbs/11_step.ipynb #240d6d28
 def _skips_itself(opt):
     "Does a tensor skip its next step? If it is fused, but for SGD's first step with momentum"
+    opt = getattr(opt, 'opt', opt)
     if not getattr(opt, '_step_supports_amp_scaling', False): return False
     if not isinstance(opt, torch.optim.SGD): return True
     moving = [p for g in opt.param_groups if g['momentum'] for p in g['params']]
@@ -206,7 +211,7 @@ def take_step(
 ):
     "Step, or skip: on the device where the optimizer is fused, else after one look from the host"
     inner = getattr(opt, 'opt', opt)
-    if _skips_itself(inner):
+    if _skips_itself(opt):
         outcome.grads = None
         inner.grad_scale, inner.found_inf = None, (outcome.found_inf > 0).float()
         try: opt.step()
@@ -264,7 +269,8 @@ class MixedStep:
         loss = self.backward(model, xb, yb, loss_func)
         self.stats.unscale_(named_gradients(opt, model))
         self.outcome = self.stats.decide()
-        if self.clip: nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+        if self.clip and (_skips_itself(opt) or self.outcome.stepped):  # else all would become NaN
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip)
         take_step(opt, self.outcome)
         return dict(loss=loss, scale=self.outcome.scale, skipped=self.outcome.found_inf > 0)
 

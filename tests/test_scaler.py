@@ -331,6 +331,16 @@ def test_no_scale_is_measured_from_gradients_that_are_zero_or_not_finite(loss):
     with pytest.raises(ValueError): StaticScaler.measured(nn.Linear(2, 2), (torch.ones(1, 2), None), loss)
 
 
+def test_a_nan_that_is_not_the_first_is_seen_in_measuring():
+    "max of Python numbers would let it through: no number is smaller than a NaN, and none larger"
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        def forward(self, x): return x*self.a + torch.nan*self.b
+    with pytest.raises(ValueError, match='nan'): StaticScaler.measured(Two(), (torch.ones(2), None), lambda p, y: p.sum())
+
+
 # --- ranks ---
 
 def test_one_process_has_nothing_to_add_up():

@@ -460,6 +460,16 @@ def test_losses_in_dicts_and_tuples_are_added(nest):
     assert same_bits(*got) and all(torch.allclose(p, q, atol=1e-4) for p, q in zip(*(n.parameters() for n in nets)))
 
 
+@pytest.mark.parametrize('name', ['adamw', 'wrapped', 'fastai_adam'])
+def test_clipping_spreads_no_blame(name):
+    "A gradient that is NaN makes the norm NaN, and so all gradients"
+    net, (x, y) = small(), batch()
+    opt, step = OPTS[name](list(net.parameters())), MixedStep(StaticScaler(2.**6), clip=1.)
+    net[0].weight.register_hook(lambda g: g.index_fill(0, torch.tensor(0), torch.nan))
+    assert step(net, x, y, opt, F.cross_entropy)['skipped']
+    assert step.outcome.nonfinite == ('0.weight',) and 'gradient of 0.weight was' in step.outcome.why
+
+
 @pytest.mark.parametrize('clip', [.01, 100.])
 def test_clipping_comes_after_unscaling(clip):
     net, ref, (x, y) = small(), small(), batch()

@@ -38,6 +38,7 @@ M = [Mutant(*row) for row in (
     ('scaler', 'vars(self).update(self.config)\n\n', '\n', 'scaler', 'travel'),
     ('scaler', 'buffers = {n: b.clone() for n, b in model.named_buffers()}', 'buffers = {}', 'scaler', 'measuring'),
     ('scaler', 'cls(2.**floor(log2(target/amax)))', 'cls(2.**(floor(log2(target/amax)) + 1))', 'scaler', 'measured_scale_puts'),
+    ('scaler', 'torch.tensor(largest).max().item()', 'max(largest)', 'scaler', 'not_the_first'),
     ('scaler', 'row.amax() if is_maximum(n) else row.sum()', 'row.sum()', 'scaler', 'summed_over'),
     ('scaler', 'names = sorted(stats, key=str)', 'names = list(stats)', 'scaler', 'summed_over'),
     ('step', 'torch._amp_foreach_non_finite_check_and_unscale_(masters, here, inv)\n        if', 'torch._foreach_mul_(masters, inv)\n        if', 'step', 'one_bad_number'),
@@ -58,6 +59,7 @@ M = [Mutant(*row) for row in (
     ('step', 'if self.next_scale.item() <= self.floor:', 'if False:', 'step', 'floor'),
     ('step', 'loss = loss_func(cast_floats(pred, torch.float32), yb)', 'loss = loss_func(pred, yb).float()', 'step', 'fp32_and_recorded'),
     ('step', '            self.stats.see_loss(loss)\n', '', 'step', 'infinite_is_held'),
+    ('step', '(_skips_itself(opt) or self.outcome.stepped)', 'True', 'step', 'spreads_no_blame'),
     ('step', 'if half: raise', 'if False: raise', 'step', 'half_already'),
     ('step', 'if self.stats and self.stats.watched: self.stats.watched.remove()', 'pass', 'step', 'serves_another'),
     # the factor and its inverse
