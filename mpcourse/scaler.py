@@ -57,7 +57,8 @@ class LossScaler(nn.Module):
         "A loss times the scale, in FP32; dicts, tuples and lists of losses keep their shape"
         for l in tree_leaves(loss):
             if not isinstance(l, Tensor) or l.numel() != 1:
-                raise ValueError(f'A loss is one number, not {l}: take its mean or its sum.')
+                what = f'of shape {tuple(l.shape)}' if isinstance(l, Tensor) else l
+                raise ValueError(f'A loss is one number, not {what}: take its mean or its sum.')
             if self.scale.device != l.device: self.to(l.device)
         return tree_map(lambda l: l.float()*self.scale, loss)
 

@@ -2,8 +2,8 @@
 
 The ReLU net on digits, 1,000 steps without a bad batch, from 2^24, growing after 100 clean steps.
 """
-from mpcourse.dynamic import DynamicScaler, HysteresisScaler
-from mpcourse.step1 import MixedStep
+from mpcourse.dynamic import DynamicScaler
+from mpcourse.step import MixedStep
 from mpcourse.toys import train_toy
 
 ROWS = ('none', 'cumulative', 'consecutive')
@@ -14,7 +14,7 @@ def patient_scaler(kind):
     "A dynamic scaler of some patience that starts at 2^24 and grows after 100 clean steps"
     start = dict(init_scale=2.**24, growth_interval=100)
     if kind == 'none': return DynamicScaler(**start)
-    return HysteresisScaler(**start, refill='growth' if kind == 'cumulative' else 'clean')
+    return DynamicScaler(**start, hysteresis=2, refill='growth' if kind == 'cumulative' else 'clean')
 
 
 def run(row, seed):
