@@ -136,7 +136,8 @@ class ALSWatch:
         wanted = kind == 'activation_grad' and self.scaler.activations
         if wanted and g.dtype == torch.float16 and g.numel():
             size = g.detach().abs()
-            above = [(~(size < e)).sum() for e in self.scaler.edges]      # of a NaN, too
+            below = [torch.lt(size, e, out=torch.empty_like(size)) for e in self.scaler.edges]
+            above = [g.numel() - b.sum(dtype=torch.float32) for b in below]  # of a NaN, too
             self.counts.append([size.amax(), *above])
             self.numel += g.numel()
         if self.scaler.saturate: return g.clamp(-fp16.max, fp16.max)

@@ -45,7 +45,7 @@ M = [Mutant(*row) for row in (
     ('step', 'if scaler.min_scale < 1:', 'if False:', 'step', 'below_one'),
     ('step', 'if new: torch._foreach_copy_', 'if False: torch._foreach_copy_', 'step', 'two_roundings'),
     ('step', 'if g.is_sparse: raise', 'if False: raise', 'step', 'sparse'),
-    ('step', '(g.abs() >= want[1])', '(g >= want[1])', 'step', 'counted_on'),
+    ('step', 'g.abs().ge_(want[1])', 'g.ge(want[1])', 'step', 'counted_on'),
     ('step', 'old.maximum(v) if is_maximum(n) else old + v', 'old + v', 'step', 'two_optimizers'),
     ('step', 'found = found + (1 - stats[\'loss_finite\'])', 'pass', 'step', 'infinite_is_held'),
     ('step', "dist.group.WORLD if together else self.group", 'self.group', 'step', 'decide_as_one'),
