@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import torch
 
 FIRST = importlib.util.find_spec('mpcourse.static') is not None         # is this the first edition?
-PLACES = dict(StaticScaler=('static', 'scaler1'), MixedStep=('static', 'step1'), unscale_=('static', 'step1'),
+PLACES = dict(StaticScaler=('static', 'scaler'), MixedStep=('static', 'step'), unscale_=('static', 'step'),
               get_policy=('policies', 'policies'), ALSScaler=('als', 'als'), GradScaler=('gradscaler', 'gradscaler'),
-              fast_half=('emulate', 'tensorcore'), named_gradients=('static', 'step1'), take_step=('static', 'step1'),
+              fast_half=('emulate', 'tensorcore'), named_gradients=('static', 'step'), take_step=('static', 'step'),
               judge=('static', 'step1'), master_gradients=('static', 'step1'), get_master=('master', 'master'),
               to_model_params=('master', 'master'), to_master_grads=('master', 'master'), get_toy=('toys', 'toys'),
               batches=('toys', 'toys'), tensor_dls=('callback', 'callback'),
@@ -27,6 +27,9 @@ def _get(name): return getattr(importlib.import_module(f'mpcourse.{PLACES[name][
 
 def make_scaler(kind='dynamic', **kw):
     "A policy by its name: static, dynamic, als, megatron, torch, fastai, logmax …"
+    if not FIRST:
+        if kind == 'als': return _get('ALSScaler')(**kw)
+        return _get('get_policy')('dynamic', **dict(hysteresis=2) | kw) if kind == 'hysteresis' else _get('get_policy')(kind, **kw)
     cls = _get('ALSScaler') if kind == 'als' else type(_get('get_policy')(kind))
     known = inspect.signature(cls).parameters
     names = dict(init_scale=next(iter(known))) | ARGUMENTS
@@ -38,9 +41,14 @@ def next_scales(scaler, found, amax=None):
     def told(want, bad, top):
         if want == 'amax': return torch.inf if bad else top
         if isinstance(want, tuple): return 1000.*(bad or top >= want[1])        # ('above', edge), of a million
-        return dict(found_inf=float(bad), found_after=0., total=1e6)[want]
+        return dict(found_inf=float(bad), found_after=0., total=1e6, numel=1e6)[want]
     out = []
+    if not FIRST: told_all = lambda bad, top: {w: torch.tensor(told(w, bad, top)) for w in scaler.wants}
     for bad, top in zip(found, amax or [1.]*len(found)):
+        if not FIRST:
+            scaler.update(dict(found_inf=torch.tensor(float(bad)), loss_finite=torch.tensor(1.)) | told_all(bad, top))
+            out.append(scaler.scale.item())
+            continue
         wants = sorted(scaler.wants, key=lambda w: (w != 'found_inf', str(w)))
         values = torch.tensor([told(w, bad, top) for w in wants])
         scaler.update(_get('Observation')(tuple(wants), values))
@@ -51,7 +59,7 @@ def next_scales(scaler, found, amax=None):
 def make_step(scaler, clip=None, group=None, native=False, masters=None, dtype=torch.float16):
     "A step (model, xb, yb, opt, loss_func) -> dict of loss, scale and skipped; on lent halves, or on 'masters'"
     compute = nullcontext if native else _get('fast_half')
-    if masters is None: return _get('MixedStep')(scaler, dtype, compute, clip, group)
+    if masters is None: return _get('MixedStep')(scaler, dtype, compute=compute, clip=clip, group=group)
     model_groups, master_groups, flat = masters
     def step(model, xb, yb, opt, loss_func):
         "As in chapter `master`: half model, FP32 masters, gradients up and unscaled, weights down"

@@ -238,7 +238,6 @@ def test_the_scale_of_a_step_halves_and_grows():
     assert [k for *_,k in got] == [i in (3, 4) for i in range(10)] and all(0 < l < 3 for l,*_ in got)
 
 
-@pytest.mark.xfail(strict=True, reason='issue 12: hold: a loss that is not finite is not the doing of the scale')
 def test_bad_batches_do_not_end_a_training_with_the_default_policy():
     "45 batches of NaN: the scale stays, and gradients live afterwards"
     t, scaler = A.toy('deep_sigmoid', steps=50), A.make_scaler('dynamic')

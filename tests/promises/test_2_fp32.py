@@ -226,7 +226,6 @@ def test_a_statistic_beyond_half_stays_finite(tmp_path):
     assert var.isfinite().all() and var.max() > 65504 and (var.clamp(max=6e4).half().float() != var).any()
 
 
-@pytest.mark.xfail(strict=True, reason='issue 13: learn.to_fp32() undoes to_mixed')
 def test_to_fp32_ends_mixed_precision(tmp_path):
     learn, seen = learner(tmp_path), set()
     learn.to_fp32()
