@@ -67,7 +67,7 @@ def by_gradscaler(rank, policy, fused=False, wrap=DDP):
 
 def sees_all(rank):
     "The largest gradient is that of all ranks, whichever has it: 2^14 on rank 1, then on rank 0, then nowhere"
-    s, p, out = A.make_gradscaler(A.make_scaler('als', init_scale=2.**4, activations=False, statistic='amax'), group=dist.group.WORLD), nn.Parameter(torch.zeros(3)), []
+    s, p, out = A.make_gradscaler(A.make_scaler('als', init_scale=2.**4, activations=False), group=dist.group.WORLD), nn.Parameter(torch.zeros(3)), []
     opt = torch.optim.SGD([p], lr=0.)
     for who in (1, 0, None):
         s.scale(torch.ones(())); p.grad = torch.full((3,), 2.**14 if rank == who else 1.)
