@@ -1,7 +1,7 @@
 "What automatic loss scaling costs: its two bins over the weights' gradients, and a training step with all of it."
 import torch
 from harness import medians, ratio
-from mpcourse.als import EDGE, ALSScaler
+from mpcourse.als import ALSScaler
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep, grad_statistic
 from mpcourse.toys import batches, get_toy
