@@ -104,7 +104,7 @@ def next_scale(self:ALSScaler, stats):
     seen = torch.where(due & live & ~bad, self.scale, 0)
     self.peak = self.peak.maximum(seen)
     if self.smooth: self.bins = self.bins.masked_fill(down & due, 0.)
-    self.turn = (self.turn + 1) % self.period
+    self.turn = (self.turn + 1) % int(self.period)
     self.recent = torch.cat([self.recent[1:], self.scale.view(1)])
     return torch.where(down, self.scale/self.factor, torch.where(due, up, self.scale))
 
