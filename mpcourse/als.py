@@ -158,7 +158,9 @@ def watch(self:ALSScaler,
     model:nn.Module, # in training
 ): # ALSWatch, or None where only weights count
     "Hook into the outputs of modules; ValueError where nothing has the names or types"
-    if self.activations or self.saturate: return ALSWatch(self, model)
+    if not (self.activations or self.saturate): return
+    if model is None: raise ValueError(f'{self!r} watches the model: give it.')
+    return ALSWatch(self, model)
 
 # %% ../nbs/21_als.ipynb #4d6beae8
 def sudden_dips(

@@ -87,6 +87,13 @@ def test_a_state_goes_round_mid_trace_bit_for_bit(name, tmp_path):
     assert a.config == b.config
 
 
+def test_a_state_carries_its_numbers():
+    "Peers that differ in numbers only are one class: who loads the state of the Apex kernel goes on as it"
+    a, b, found = get_policy('apex_hysteresis', growth_interval=5), get_policy('megatron'), random_found(300, .2, 2)
+    b.load_state_dict(a.state_dict())
+    assert scales(a, found) == scales(b, found) != scales(get_policy('megatron', init_scale=2.**16), found)
+
+
 @every
 def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name):
     sc = get_policy(name)
@@ -125,7 +132,7 @@ def test_at_the_floor_a_scale_stays_and_a_warning_says_it():
     sc = get_policy('deepspeed', init_scale=2., hysteresis=1)
     assert octaves(sc, '1111') == [0]*4
     with pytest.warns(UserWarning, match='floor of 1'):
-        StepOutcome(torch.tensor(1.), sc.scale, sc.scale, sc.held, floor=sc.min_scale).warn()
+        StepOutcome(torch.tensor(1.), sc.scale, sc.scale, sc.held, 49, sc.min_scale).warn()
 
 
 # --- golden traces, of the originals' own code ---
