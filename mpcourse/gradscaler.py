@@ -75,10 +75,11 @@ class GradScaler(torch.amp.GradScaler):
     _growth_interval = _of_policy('growth_interval', 2000)
     _scale, _growth_tracker = _once_ready('scale'), _once_ready('growth_tracker')
 
-# %% ../nbs/17_gradscaler.ipynb #e7b6997c
+# %% ../nbs/17_gradscaler.ipynb #46aa1e41
 @patch
 def _lazy_init_scale_growth_tracker(self:GradScaler, dev):
     "As torch's: at the first loss the state moves to its device; Accelerate calls this, too"
+    if self._ready: raise AssertionError('_growth_tracker initialized before _scale')
     self.policy.to(dev)
     self._ready, self._device = True, self._device or torch.device(dev).type
 
@@ -94,13 +95,15 @@ def scale(self:GradScaler,
     self.stats.see_loss(outputs)
     return scaled
 
-# %% ../nbs/17_gradscaler.ipynb #e0333fea
+# %% ../nbs/17_gradscaler.ipynb #7b7ded77
+def _numbers(g): return g.coalesce()._values() if g.is_sparse else g
+
 @patch
 def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16):
     "Where all of torch's looks end: count what the policy wants, look, unscale; one sum over ranks"
     grads = [g for _, g, _ in named_gradients(optimizer)]
     if not grads: return {}
-    self.stats.count([g._values() if g.is_sparse else g for g in grads])
+    self.stats.count([_numbers(g) for g in grads])
     torchs, once = torch.amp.GradScaler._unscale_grads_, torch.ones_like(inv_scale)
     flags = [*torchs(self, optimizer, inv_scale, found_inf, allow_fp16).values()]
     if self.policy.min_scale < 1:                            # a finite gradient may have overflowed
@@ -117,7 +120,8 @@ def _maybe_opt_step(self:GradScaler, optimizer, state, *args, **kwargs):
     "Torch's own, which remembers what it has read, and whose gradients were not finite"
     state['taken'] = not sum(flag.item() for flag in state['found_inf_per_device'].values())
     if state['taken']: return optimizer.step(*args, **kwargs)
-    state['bad'] = [n for n, g, _ in named_gradients(optimizer, self.model) if not g.isfinite().all()]
+    named = named_gradients(optimizer, self.model)
+    state['bad'] = [n for n, g, _ in named if not _numbers(g).isfinite().all()]
 
 @patch
 def step(self:GradScaler,

@@ -164,7 +164,7 @@ class GradStats:
         loss, # unscaled; any nest of scalars
     ):
         "Count losses that are not finite"
-        bad = [~l.detach().isfinite() for l in tree_leaves(loss)]
+        bad = [~l.detach().isfinite().all() for l in tree_leaves(loss)]
         self.add(dict(loss_nonfinite=sum(b.float() for b in bad)))
 
     def count(self,
