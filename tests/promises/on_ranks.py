@@ -55,8 +55,9 @@ def alike(model): return model      # in the place of DDP: the ranks' gradients 
 
 
 def by_gradscaler(rank, policy, fused=False, wrap=DDP):
-    model, s = net(), A.make_gradscaler(scaler(policy), group=dist.group.WORLD)
-    if policy == 'als': s.attach(model)
+    model = net()
+    s = A.make_gradscaler(scaler(policy), group=dist.group.WORLD, **{} if A.FIRST else dict(model=model))
+    if A.FIRST and policy == 'als': s.attach(model)
     inner, opt, trace = wrap(model), torch.optim.AdamW(model.parameters(), lr=.01, fused=fused), []
     for i in range(STEPS):
         x, y = data(rank, i)
@@ -152,7 +153,7 @@ def everything(rank, folder):
     warnings.simplefilter('ignore')
     out = {}
     for p in POLICIES:
-        if p != 'als': out['gradscaler', p] = by_gradscaler(rank, p)
+        if not (A.FIRST and p == 'als'): out['gradscaler', p] = by_gradscaler(rank, p)
         out['step', p] = by_step(rank, p)
     out['fused', 'dynamic'] = by_gradscaler(rank, 'dynamic', True)
     for p in ('dynamic', 'als'): out['learner', p], out['alone', p] = by_learner(rank, p), by_step_alone(rank, p)
