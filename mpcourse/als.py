@@ -104,7 +104,7 @@ def next_scale(self:ALSScaler, stats):
     seen = torch.where(due & live & ~bad, self.scale, 0)
     self.peak = self.peak.maximum(seen)
     if self.smooth: self.bins = self.bins.masked_fill(down & due, 0.)
-    self.turn = (self.turn + 1) % self.period
+    self.turn = (self.turn + 1) % int(self.period)
     self.recent = torch.cat([self.recent[1:], self.scale.view(1)])
     return torch.where(down, self.scale/self.factor, torch.where(due, up, self.scale))
 
@@ -136,7 +136,8 @@ class ALSWatch:
         wanted = kind == 'activation_grad' and self.scaler.activations
         if wanted and g.dtype == torch.float16 and g.numel():
             size = g.detach().abs()
-            above = [(~(size < e)).sum() for e in self.scaler.edges]      # of a NaN, too
+            below = [torch.lt(size, e, out=torch.empty_like(size)) for e in self.scaler.edges]
+            above = [g.numel() - b.sum(dtype=torch.float32) for b in below]  # of a NaN, too
             self.counts.append([size.amax(), *above])
             self.numel += g.numel()
         if self.scaler.saturate: return g.clamp(-fp16.max, fp16.max)

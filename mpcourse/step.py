@@ -82,8 +82,8 @@ def grad_statistic(
     "A statistic of gradients"
     grads = [_local(g) for g in grads if g.numel()]
     if want == 'numel': parts = [torch.tensor(g.numel()) for g in grads]
-    elif want == 'amax': parts = torch._foreach_norm(grads, torch.inf) if grads else []
-    else: parts = [(g.abs() >= want[1]).sum() for g in grads]
+    elif want == 'amax': parts = [g.abs().amax() for g in grads]
+    else: parts = [g.abs().ge_(want[1]).sum(dtype=torch.float32) for g in grads]
     if not parts: return torch.zeros((), device=device)
     parts = torch.stack([t.to(device).float() for t in parts])
     return parts.amax() if want == 'amax' else parts.sum()

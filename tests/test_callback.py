@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
-from fastai.basics import Adam, Callback, CancelBatchException, CancelFitException, Learner, OptimWrapper, SGD, load_learner
+from fastai.basics import Adam, Callback, CancelBatchException, CancelFitException, CrossEntropyLossFlat, Learner, OptimWrapper, SGD, load_learner
 from fastai.callback.all import GradientAccumulation, GradientClip
 
 from mpcourse.callback import MixedPrecisionCB, StepHistory, quiet_fit, tensor_dls
@@ -229,6 +229,16 @@ def test_probes_in_bf16():
     learn = fit(learner('adam', 2, 2, cbs=[Probe(9, 1., B), Probe(11, 1., B)], mixed=dict(dtype='bf16'), lr=1e-3), 1)
     assert_clean(learn)
     assert learn.mixed_precision_cb.dtype == B
+
+
+@pytest.mark.parametrize('cast', ['weights', 'autocast'])
+def test_a_product_in_the_loss_is_fp32(cast):
+    seen = set()
+    def loss(pred, y):
+        seen.add((pred @ pred.T).dtype)
+        return F.cross_entropy(pred, y)
+    fit(learner(loss_func=loss, mixed=dict(scaler=StaticScaler(), cast=cast)), 1)
+    assert seen == {F32}
 
 
 @pytest.mark.parametrize('kw', [dict(), dict(compute=nullcontext), dict(compute=fast_half), dict(compute=partial(fast_half, 'saturate')), dict(cast='autocast')])
@@ -751,6 +761,13 @@ def test_a_loss_that_is_nan_is_skipped_held_and_recorded_as_what_it_is(at):
     history = learn.mixed_precision_cb.history
     assert history.skipped.tolist() == [i == at for i in range(4)] and history.scales.tolist() == [[1, 1, 2, 4], [1, 2, 2, 4]][at]
     assert not torch.isfinite(torch.as_tensor(learn.recorder.losses[at])) and all(p.isfinite().all() for p in learn.model.parameters())
+
+
+def test_fastais_kind_of_loss_leaves_plain_tensors_in_the_scaler():
+    learn = fit(learner(loss_func=CrossEntropyLossFlat()), 1)
+    cb = learn.mixed_precision_cb
+    tensors = [*cb.scaler.buffers(), cb.last_outcome.found_inf, cb.history.scales]
+    assert {type(t) for t in tensors} == {torch.Tensor}
 
 
 def test_sparse_gradients_are_a_sentence():

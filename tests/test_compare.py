@@ -1,7 +1,7 @@
 """Schemes, what is measured of a training, and comparisons that go on where they stopped."""
 import math
 
-import pandas as pd, pytest, torch
+import pytest, torch
 
 import mpcourse.compare as B
 from mpcourse.compare import MEASURES, CONTENDERS, compare, comparison_table, get_scheme, flushed_weight_gradients, measure_scheme, zero_weight_gradients

@@ -164,7 +164,7 @@ def test_the_floor():
 
 
 @pytest.mark.parametrize('value', (2.**14, -2.**14))
-@pytest.mark.parametrize('policy, kw', (('als', dict(activations=False, statistic='count')), ('als', dict(activations=False, statistic='amax')),
+@pytest.mark.parametrize('policy, kw', (('als', dict(activations=False)),
                                         ('logmax', {})), ids=str)
 def test_a_policy_sees_the_largest_magnitude_whatever_its_sign(policy, kw, value):
     "of all gradients, of two optimizers, while the scale is in them"
