@@ -7,7 +7,7 @@ __all__ = ['FORMAT', 'RECORDED', 'random_states', 'set_random_states', 'plain', 
            'read_training_state', 'load_training_state', 'numbers_of', 'fit_state', 'set_fit_state', 'order_states',
            'set_order_states', 'rest_of_epoch', 'fit_arguments', 'refuse_bad_place', 'refuse_other_fit', 'rank_file',
            'rename_together', 'agree', 'trains', 'save_fit', 'load_fit', 'CheckpointCB', 'check_whole_write',
-           'check_frozen', 'check_keep']
+           'check_frozen', 'check_resumable']
 
 # %% ../nbs/13_checkpoint.ipynb #2b08830d
 import os, pickle, random, shutil, warnings, zipfile
@@ -91,6 +91,7 @@ def _about(model, opt):
     steps = [getattr(f, 'func', f).__name__ for f in getattr(opt, 'cbs', [])]   # of fastai's kind
     return about | {'the optimizer': ' '.join([type(opt).__name__, *steps])}
 
+# %% ../nbs/13_checkpoint.ipynb #c13a0025
 def _masters(model, opt):
     "Parameters of an optimizer that are not the model's"
     own = set(model.parameters())
@@ -188,6 +189,7 @@ def _callbacks(learn):
         if name not in ('recorder', 'checkpoint_cb'): out[name] = cb
     return out
 
+# %% ../nbs/13_checkpoint.ipynb #c13a0037
 def fit_state(
     learn:Learner, # in a fit
 )->dict: # for a file
@@ -200,6 +202,7 @@ def fit_state(
         out['metrics'] = [numbers_of(m) for m in (learn.recorder.smooth_loss, *learn.metrics)]
     return out
 
+# %% ../nbs/13_checkpoint.ipynb #c13a0038
 def set_fit_state(
     learn:Learner, # in a fit
     state:dict, # from `fit_state`
@@ -222,7 +225,10 @@ def order_states(
     rngs = [dl.rng.getstate() if hasattr(dl, 'rng') else None for dl in learn.dls.loaders]
     return dict(loaders=rngs, random=random_states())
 
-def set_order_states(learn, states):
+def set_order_states(
+    learn:Learner, # before an epoch's training
+    states:dict, # from `order_states`
+):
     "The same order again"
     for dl, rng in zip(learn.dls.loaders, states['loaders']):
         if rng is not None: dl.rng.setstate(rng)
@@ -253,7 +259,7 @@ def fit_arguments(
             out[f'schedule of {n}'] = [np.asarray(f(x)).tolist() for x in (0., .1, .3, .6, 1.)]
     return out
 
-# %% ../nbs/13_checkpoint.ipynb #c13a0034
+# %% ../nbs/13_checkpoint.ipynb #c13a003d
 def refuse_bad_place(
     path:Path, # of a file that is to be written
 ):
@@ -277,7 +283,7 @@ def refuse_other_fit(
         raise ValueError(f'{path} belongs to another fit: {", ".join(other)}. Fit with the same '
                          'arguments, or give CheckpointCB another path. Nothing was loaded.')
 
-# %% ../nbs/13_checkpoint.ipynb #c13a0036
+# %% ../nbs/13_checkpoint.ipynb #c13a003f
 def _several(): return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 def rank_file(
@@ -288,6 +294,7 @@ def rank_file(
 
 def _next(file): return file.with_name(f'{file.name}.next')
 
+# %% ../nbs/13_checkpoint.ipynb #c13a0041
 def rename_together(
     file:Path, # of this rank; the new one lies beside it
 ):
@@ -309,7 +316,7 @@ def agree(
     if mine[0] != newest: os.replace(_next(file), file)
     _next(file).unlink(missing_ok=True)
 
-# %% ../nbs/13_checkpoint.ipynb #c13a0037
+# %% ../nbs/13_checkpoint.ipynb #c13a0043
 def trains(
     learn:Learner, # which runs
 )->bool:
@@ -319,6 +326,7 @@ def trains(
 def _scaler(learn):
     return next((cb.scaler for cb in learn.cbs if isinstance(cb, MixedPrecisionCB)), None)
 
+# %% ../nbs/13_checkpoint.ipynb #c13a0044
 def save_fit(
     file:Path, # of this rank
     learn:Learner, # between two steps
@@ -373,10 +381,12 @@ class CheckpointCB(Callback):
             raise CancelEpochException
 
     def after_epoch(self):
+        "The others are called again"
         for cb in self.asleep: cb.run = True
         self.asleep = []
 
     def before_train(self):
+        "Remember from which states this epoch's order is drawn"
         if self.saved: set_order_states(self.learn, self.saved['order'])
         self.order_now = order_states(self.learn)
 
@@ -386,8 +396,13 @@ class CheckpointCB(Callback):
         set_fit_state(self.learn, state)
         self.last = self.learn.train_iter
 
-    def before_batch(self): self.whole = False
-    def after_step(self): self.whole = True # not within an accumulation
+    def before_batch(self):
+        "Is it a whole step? Not within an accumulation"
+        self.whole = False
+
+    def after_step(self):
+        "It is"
+        self.whole = True
 
     def after_batch(self):
         "Save, after whole steps"
@@ -400,7 +415,7 @@ class CheckpointCB(Callback):
         "The training is complete"
         if trains(self.learn): self.file.unlink(missing_ok=True)
 
-# %% ../nbs/13_checkpoint.ipynb #c13a0044
+# %% ../nbs/13_checkpoint.ipynb #c13a0053
 def check_whole_write(
     f, # (Path, bytes) -> None
 ):
@@ -420,7 +435,7 @@ def check_whole_write(
         there = path.read_bytes()
         assert there == b'second', f'Killed before the rename, and the file holds {there}.'
 
-# %% ../nbs/13_checkpoint.ipynb #c13a0049
+# %% ../nbs/13_checkpoint.ipynb #c13a0058
 def check_frozen(
     f, # () -> function
 ):
@@ -438,7 +453,7 @@ def check_frozen(
                 assert a == b, f'{name} drew {a:.4f}, and after going back {b:.4f}.'
     finally: set_random_states(before)
 
-# %% ../nbs/13_checkpoint.ipynb #c13a004e
+# %% ../nbs/13_checkpoint.ipynb #c13a005d
 def _scheduled(n):
     "A small training with dropout: (model, opt, sched)"
     torch.manual_seed(n)
@@ -454,20 +469,19 @@ def _ten_steps(model, opt, sched):
         sched.step()
     return [p.detach().clone() for p in model.parameters()]
 
-def check_keep(
-    keep, # (model, opt, sched) -> dict
-    put_back, # (model, opt, sched, dict) -> None
+def check_resumable(
+    f, # (model, opt, sched) -> (keep, put_back)
 ):
     "Check exercise 3 of chapter 13"
     before = random_states()
     try:
-        first = _scheduled(0)
+        first, second = _scheduled(0), _scheduled(1)
+        both = f(*first)
+        assert both is not None, 'resumable returned nothing: replace the stub with your solution.'
         _ten_steps(*first)
-        kept = keep(*first)
-        assert kept is not None, 'keep returned nothing: replace the stub with your solution.'
+        kept = both[0]()
         want = _ten_steps(*first)
-        second = _scheduled(1)
-        put_back(*second, kept)
+        f(*second)[1](kept)
         lr = second[1].param_groups[0]['lr']
         got = _ten_steps(*second)
     finally: set_random_states(before)
