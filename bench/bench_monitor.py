@@ -8,8 +8,8 @@ import gc, tracemalloc
 import torch
 from harness import Row, medians
 from mpcourse.monitor import TensorCollector
-from mpcourse.scaler1 import StaticScaler
-from mpcourse.step1 import MixedStep
+from mpcourse.scaler import StaticScaler
+from mpcourse.step import MixedStep
 from mpcourse.toys import CharTransformer, cross_entropy, plain_step, seeded
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'

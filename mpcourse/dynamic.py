@@ -70,8 +70,9 @@ class DynamicScaler(LossScaler):
         full = ~bad if self.refill == 'clean' else grow
         self.growth_tracker = clean.masked_fill(grow, 0)
         self.hysteresis_tracker = left.masked_fill(full, self.hysteresis)
-        grown = torch.where(grow, self.growth_factor, 1.)
-        return self.scale*torch.where(back, self.backoff_factor, grown)
+        scale = self.scale if self.scale.is_mps else self.scale.double()    # torch rounds once, too
+        grown = torch.where(grow, scale*self.growth_factor, scale)
+        return torch.where(back, scale*self.backoff_factor, grown)
 
 # %% ../nbs/14_dynamic.ipynb #abfc08b1
 def from_torch(

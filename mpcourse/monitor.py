@@ -21,8 +21,7 @@ from torch.amp import GradScaler as TorchGradScaler
 from .hooks import STATISTICS, TENSOR_KINDS, OwnedHook, RowSums, TensorHooks, combine_sums, exponent_hist
 from .hooks import finish_stats, known_statistics, match_names, modes_off, remove_all, watched_modules, widest_float
 from .plots import Log2Hist
-from .scaler1 import LossScaler
-from .step1 import parameter_names
+from .scaler import LossScaler
 
 # %% ../nbs/19_monitor.ipynb #fac706cf
 class TensorCollector:
@@ -283,10 +282,10 @@ def _moments(opt, model):
     "(name of the parameter and of its moment, tensor) of all that an optimizer remembers of gradients"
     opt = getattr(opt, 'opt', opt)
     groups = opt.param_lists if hasattr(opt, 'param_lists') else [g['params'] for g in opt.param_groups]
-    names = parameter_names(model)
+    names = {p: n for n, p in model.named_parameters()}
     for i,ps in enumerate(groups):
         for j,p in enumerate(ps):
-            name = names.get(id(p)) or f'group {i}, parameter {j}'
+            name = names.get(p, f'group {i}, parameter {j}')
             for k,t in opt.state.get(p, {}).items():
                 if isinstance(t, Tensor) and t.is_floating_point() and t.dim() and t.numel() == p.numel():
                     yield f'{name}.{k}', t

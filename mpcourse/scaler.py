@@ -84,7 +84,7 @@ class LossScaler(nn.Module):
         self.held = torch.where(fine, 0, before['held'] + 1)
 
     def watch(self, model):
-        "None. Who wants more than gradients of weights returns an object with read, reset, remove"
+        "None. Who wants more returns an object with read, reset, remove; needs a model, so not None"
 
     def __repr__(self): return f'{type(self).__name__}(scale={self.scale.item():g})'
 

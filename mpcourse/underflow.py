@@ -32,7 +32,8 @@ from .half import CastIn, CastOut, cast, cast_policy, HALVES, norm_hooks, Wrappe
 from .hooks import OwnedHook, valid_types, named_tensors, remove_all, match_names, TensorHooks
 from .monitor import inverse_scale, open_writers, known_flush, TensorCollector
 from .plots import CYCLE, format_band, log2_axis
-from .scaler1 import LossScaler, StaticScaler
+from .scaler import LossScaler, StaticScaler
+from .step import GradStats
 
 # %% ../nbs/20_underflow.ipynb #28f41f43
 @dataclass
@@ -739,13 +740,13 @@ def switch(self:MixedPrecisionCB,
     scaler:LossScaler=None, # the policy from the next batch on; BF16 takes none
     dtype='fp16', # or 'bf16'
 ):
-    "Go on with another scheme, between two batches; gradients that wait for a step are dropped"
-    if self._now.open or self._kept is not None:
-        raise RuntimeError('The scheme can be switched between two batches of a fit, not within a batch or an lr_find.')
-    dtype = valid_scheme(dtype, scaler)
-    self.abandon()                                      # takes the old scaler's hooks, too
-    self.dtype, self.scaler = dtype, scaler or StaticScaler(1.)
-    self._lent = self._mode = None                      # the next batch makes them anew, and attaches
+    "Go on with another scheme, in a fit, between two batches; gradients that wait are dropped"
+    self.dtype, self.scaler = valid_scheme(dtype, scaler), scaler or StaticScaler(1.)
+    self.learn.opt.zero_grad()                          # the old scale is in what waits
+    if self.stats.watched: self.stats.watched.remove()
+    number, self.stats = self.stats.number, GradStats(self.scaler, self.learn.model, self.group)
+    self.stats.number = number
+    self.before_fit()                                   # half copies of the new dtype
 
 def known_reaction(
     on_warn, # 'log', 'raise', 'bf16', a LossScaler, or a function of (verdict, learner)
@@ -765,9 +766,9 @@ def act_on(
     if not verdict.warns: return False
     if on_warn == 'raise': raise FloatingPointError(str(verdict))
     if on_warn == 'log': warnings.warn(str(verdict), stacklevel=2)
-    elif callable(on_warn): on_warn(verdict, learn)
-    else:
-        _mixed(learn).switch(*(None, 'bf16') if on_warn == 'bf16' else (on_warn, 'fp16'))
+    elif on_warn == 'bf16': _mixed(learn).switch(dtype='bf16')
+    elif isinstance(on_warn, LossScaler): _mixed(learn).switch(on_warn)
+    else: on_warn(verdict, learn)
     return True
 
 def _mixed(learn):

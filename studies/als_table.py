@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from mpcourse.als import ALSScaler
-from mpcourse.policies import MegatronScaler, TorchScaler
-from mpcourse.scaler1 import StaticScaler
-from mpcourse.step1 import MixedStep
+from mpcourse.policies import get_policy
+from mpcourse.scaler import StaticScaler
+from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fast_half
 from mpcourse.toys import batches, cross_entropy, deep_sigmoid, digits, fit, plain_step
 
@@ -18,10 +18,10 @@ from mpcourse.toys import batches, cross_entropy, deep_sigmoid, digits, fit, pla
 ROWS = {'FP32': (None, ''), **{f'2^{k}': (k, 'inf') for k in (0, 4, 7, 15, 20, 22, 24, 26)},
         **{f'2^{k}, saturating': (k, 'saturate') for k in (20, 22, 24, 28, 30)},
         **{f'2^{k}, unchecked': (k, 'unchecked') for k in (15, 20, 22, 24)},
-        'torch': (TorchScaler, 'inf'),
-        'torch, interval 100': (partial(TorchScaler, growth_interval=100), 'inf'),
-        'Megatron': (MegatronScaler, 'inf'), 'ALS': (ALSScaler, 'inf'),
-        'ALS from 2^-20': (partial(ALSScaler, 2.**-20), 'inf'),
+        'torch': (partial(get_policy, 'torch'), 'inf'),
+        'torch, interval 100': (partial(get_policy, 'torch', growth_interval=100), 'inf'),
+        'Megatron': (partial(get_policy, 'megatron'), 'inf'), 'ALS': (ALSScaler, 'inf'),
+        'ALS from 2^-20': (partial(ALSScaler, 2.**-20, min_scale=2.**-24), 'inf'),
         'ALS from 2^30': (partial(ALSScaler, 2.**30), 'inf'),
         'ALS, deadband': (partial(ALSScaler, deadband=True), 'inf')}
 SEEDS = range(10)
@@ -44,8 +44,9 @@ def unchecked(k):
     "A step at scale 2^k that takes whatever comes"
     mixed = MixedStep(StaticScaler(2.**k))
     def go(model, xb, yb, opt, loss_func):
+        if mixed.stats is None: mixed.begin(model)
         opt.zero_grad()
-        loss = mixed.outcome = mixed.backward(model, xb, yb, loss_func)
+        loss = mixed.backward(model, xb, yb, loss_func)
         torch._foreach_mul_([p.grad for p in model.parameters()], 2.**-k)
         opt.step()
         return loss

@@ -13,10 +13,10 @@ import torch
 from mpcourse.als import ALSScaler
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.monitor import TensorCollector
-from mpcourse.policies import MegatronScaler, get_policy
-from mpcourse.scaler1 import StaticScaler
+from mpcourse.policies import get_policy
+from mpcourse.scaler import StaticScaler
 from mpcourse.simulator import fp32_step, spoil, spoil_batches
-from mpcourse.step1 import MixedStep
+from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fast_half
 from mpcourse.toys import batches, fit, get_toy
 from mpcourse.underflow import count_flushed, trend_of, underflow_rates
@@ -24,15 +24,15 @@ from mpcourse.underflow import count_flushed, trend_of, underflow_rates
 
 def grow(start=2.**16, interval=2000, **kw):
     "Torch's policy, tuned"
-    return lambda: DynamicScaler(start, growth_interval=interval, **kw)
+    return lambda: DynamicScaler(start, growth_interval=interval, hold=False, **kw)
 
 
 CREWS = {'FP32': None, 'BF16': lambda: StaticScaler(1.), 'torch': grow(), 'start 2^24': grow(2.**24),
          'interval 100': grow(interval=100), 'interval 10': grow(interval=10),
-         'interval 1': grow(interval=1), 'Megatron': lambda: MegatronScaler(2.**16),
-         'metaseq': lambda: get_policy('metaseq', init_scale=2.**16), 'floor 2^12': grow(floor=2.**12),
-         'static 2^16': lambda: StaticScaler(2.**16), 'ALS': ALSScaler,
-         'ALS, saturating': partial(ALSScaler, saturate=True)}
+         'interval 1': grow(interval=1), 'Megatron': lambda: get_policy('megatron', init_scale=2.**16),
+         'metaseq': lambda: get_policy('metaseq', init_scale=2.**16), 'floor 2^12': grow(min_scale=2.**12),
+         'static 2^16': lambda: StaticScaler(2.**16), 'ALS': partial(ALSScaler, hold=False),
+         'ALS, saturating': partial(ALSScaler, saturate=True, hold=False)}
 STORMS = {'calm': None, 'at 30': 30, 'at 300': 300}
 ROWS = {f'{crew}, {when}': (crew, at) for crew in CREWS for when, at in STORMS.items()}
 ROWS |= {'CNN, calm': ('torch', None), 'CNN, at 30': ('torch', 30)}
@@ -44,8 +44,8 @@ def crew_step(name):
     "The step of a crew, and its scaler"
     if name == 'FP32': return fp32_step(1.), None
     scaler, how = CREWS[name](), 'saturate' if 'saturating' in name else 'inf'
-    if name == 'BF16': return MixedStep(scaler, torch.bfloat16, nullcontext, clip=1.), scaler
-    return MixedStep(scaler, torch.float16, partial(fast_half, how), clip=1.), scaler
+    if name == 'BF16': return MixedStep(scaler, torch.bfloat16, compute=nullcontext, clip=1.), scaler
+    return MixedStep(scaler, compute=partial(fast_half, how), clip=1.), scaler
 
 
 def looked_at(at=None):

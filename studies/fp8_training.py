@@ -8,7 +8,7 @@ import torch
 from mpcourse.als import ALSScaler
 from mpcourse.fp8 import FP8Recipe, simulate_fp8
 from mpcourse.gradscaler import GradScaler
-from mpcourse.scaler1 import StaticScaler
+from mpcourse.scaler import StaticScaler
 from mpcourse.toys import batches, char_text, cross_entropy, fit, seeded, warmup_cosine
 from mpcourse.unit import unit_cross_entropy
 from mpcourse.unit_models import CharModel
@@ -47,7 +47,8 @@ def train(unit, unit_loss, recipe, scale, factor, seed, steps=150):
     with seeded(seed): model = CharModel('pre-norm', unit, context=32)
     if recipe: model = simulate_fp8(model, recipe)
     loss_func = unit_cross_entropy if unit_loss else cross_entropy
-    scaler = GradScaler(ALSScaler(activations=False) if scale == 'als' else StaticScaler(scale))
+    policy = ALSScaler(activations=False) if scale == 'als' else StaticScaler(scale)
+    scaler = GradScaler(policy, model=model)
     opt = torch.optim.Adam(model.parameters(), lr=.05 if unit else .01, betas=(.9, .99))
     hist = fit(model, batches(char_text(32), 16, steps, seed), opt, loss_func, scaled_step(scaler, factor),
                warmup_cosine(steps, 20))

@@ -1,21 +1,20 @@
 """Torch's documented recipes bit for bit, its error states, what reaches the weights, who waits; Lightning, Accelerate."""
-import copy, gc, importlib.metadata, importlib.util, inspect, io, os, pickle, subprocess, sys, warnings, weakref
+import copy, gc, importlib.metadata, importlib.util, inspect, io, pickle, sys, warnings, weakref
 from contextlib import contextmanager
 
 import pytest, torch, torch.nn as nn
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpcourse.dynamic import DynamicScaler, HysteresisScaler
+from mpcourse.dynamic import DynamicScaler
 from mpcourse.formats import same_bits
 from mpcourse.gradscaler import GradScaler
-from mpcourse.policies import OWN_POLICIES, POLICIES as PUBLISHED, get_policy
-from mpcourse.scaler1 import Handle, LossScaler, StaticScaler
+from mpcourse.policies import POLICIES as BY_NAME, get_policy
+from mpcourse.scaler import LossScaler, StaticScaler
 
 Torch = torch.amp.GradScaler
 library = pytest.mark.library
 INF, NAN, H = torch.inf, torch.nan, torch.float16
-POLICIES_BY_NAME = PUBLISHED | OWN_POLICIES
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 OPTS = dict(
     sgd=lambda ps: SGD(ps, lr=.05),
@@ -137,12 +136,12 @@ def everything(models, opts):
         for s in o.state.values():
             yield from (torch.as_tensor(v) for _, v in sorted(s.items()) if v is not None)
 
-
 @library
 @pytest.mark.parametrize('recipe', RECIPES, ids=lambda r: r.__name__)
 @optimizers
 def test_documented_recipes_bit_for_bit(recipe, make_opt):
-    ours, theirs = (s(device='cpu', init_scale=2.**12, growth_interval=2) for s in (GradScaler, Torch))
+    kw = dict(device='cpu', init_scale=2.**12, growth_interval=2)
+    ours, theirs = GradScaler(**kw, hold=False), Torch(**kw)
     scales = []
     for a, b in zip(recipe(ours, make_opt), recipe(theirs, make_opt)):
         assert ours.get_scale() == theirs.get_scale() and ours._get_growth_tracker() == theirs._get_growth_tracker()
@@ -164,7 +163,7 @@ def test_one_optimizer_skips_while_the_other_steps():
         if before is not None:
             moved = [not same_bits(x, y) for x, y in zip(now, before)]
             assert moved == [i not in (3, 8), i not in (4, 8)]
-            assert [o.stepped for o in scaler.outcomes] == moved
+            assert scaler.last_outcome.stepped == all(moved)
         before = now
 
 
@@ -203,13 +202,6 @@ def bad_steps(scaler, pattern, opt=None, grads=None):
 
 
 @library
-def test_a_long_random_trace_is_torchs():
-    g = torch.Generator().manual_seed(0)
-    pattern = (torch.rand(3000, generator=g) < .1).int().tolist()
-    assert bad_steps(GradScaler(growth_interval=7), pattern)[0] == bad_steps(Torch('cpu', growth_interval=7), pattern)[0]
-
-
-@library
 def test_sparse_gradients_as_torch_takes_them():
     def run(scaler):
         torch.manual_seed(0)
@@ -220,7 +212,7 @@ def test_sparse_gradients_as_torch_takes_them():
             scaler.scale(loss).backward()
             scaler.step(opt); scaler.update()
         return emb.weight.detach(), scaler.get_scale()
-    (w, s), (v, t) = run(GradScaler(growth_interval=2)), run(Torch('cpu', growth_interval=2))
+    (w, s), (v, t) = run(GradScaler(growth_interval=2, hold=False)), run(Torch('cpu', growth_interval=2))
     assert same_bits(w, v) and s == t and w.isfinite().all()
 
 
@@ -296,74 +288,51 @@ def test_torchs_error_states_are_kept(wrong):
 
 
 @library
-@pytest.mark.parametrize('kw', [dict(growth_factor=1.), dict(growth_factor=.5), dict(backoff_factor=1.)])
-def test_torchs_refusals_in_the_constructor(kw):
-    with pytest.raises(AssertionError): Torch('cpu', **kw)
-    with pytest.raises(AssertionError): GradScaler('cpu', **kw)
-
-
-@library
 @pytest.mark.parametrize('kw', [dict(init_scale=0.), dict(init_scale=-1.), dict(init_scale=INF), dict(growth_interval=0), dict(backoff_factor=0.),
-                                dict(backoff_factor=-1.), dict(growth_factor=NAN)])
-def test_what_torch_takes_and_cannot_work(kw):
-    Torch('cpu', **kw)
-    with pytest.raises(ValueError, match='cannot work'): GradScaler('cpu', **kw)
+                                dict(backoff_factor=-1.), dict(backoff_factor=1.), dict(growth_factor=NAN), dict(growth_factor=1.)], ids=str)
+def test_what_cannot_work_is_refused_with_its_value(kw):
+    with pytest.raises(ValueError, match=str(*kw.values())): GradScaler('cpu', **kw)
 
 
 @library
 def test_numbers_beside_a_policy_are_not_ignored():
-    with pytest.raises(ValueError, match='init_scale, growth_interval beside a policy would be lost: give it to StaticScaler'):
-        GradScaler(StaticScaler(), init_scale=2., growth_interval=5)
-    with pytest.raises(ValueError, match='There is no policy'): GradScaler('nothing')
-    for wrong in (1024., 1024):
-        with pytest.raises(ValueError, match=r'Give init_scale by name: GradScaler\(init_scale=1024(\.0)?\)\.'): GradScaler(wrong)
+    with pytest.raises(ValueError, match='init_scale, growth_interval'): GradScaler(StaticScaler(), init_scale=2., growth_interval=5)
+    with pytest.raises(ValueError, match='hold'): GradScaler(policy=StaticScaler(), hold=False)
+    with pytest.raises(ValueError, match='megatron'): GradScaler(policy='megatron')
 
 
 @library
 def test_torchs_order_of_arguments():
     "All that torch's signature takes by place, ours takes by the same place"
     order = [n for n in inspect.signature(Torch).parameters]
-    values = dict(device='cpu', init_scale=2.**10, growth_factor=4., backoff_factor=.25, growth_interval=3, enabled=True)
-    assert order == list(values) and [n for n in inspect.signature(GradScaler).parameters][:7] == ['policy', *order]
+    values = dict(device='cpu', init_scale=2.**24, growth_factor=4., backoff_factor=.25, growth_interval=3, enabled=True)
+    assert order == list(values) == [n for n in inspect.signature(GradScaler).parameters][:6]
     for n in range(1, len(order) + 1):
         args = [values[k] for k in order[:n]]
-        by_name = {k: values[k] for k in order[n:]}
-        for kw in ({}, by_name):
-            ours, theirs = GradScaler(*args, **kw), Torch(*args, **kw)
-            got = ours.state_dict(); got.pop('policy')
-            assert got == theirs.state_dict() and ours._device == 'cpu'
-            assert bad_steps(ours, PATTERN)[0] == bad_steps(theirs, PATTERN)[0]
+        ours, theirs = GradScaler(*args), Torch(*args)
+        got = ours.state_dict()
+        got.pop('policy')
+        assert got == theirs.state_dict() and ours._device == 'cpu' and isinstance(ours, Torch)
+        assert bad_steps(ours, PATTERN)[0] == bad_steps(theirs, PATTERN)[0]
     assert not GradScaler(torch.device('cpu'), 2., 2., .5, 5, False).is_enabled()
-    s = GradScaler('cpu', policy='fastai')
-    assert s._device == 'cpu' and type(s.policy) is PUBLISHED['fastai']
-    for s in (GradScaler, Torch):
-        with pytest.raises(TypeError, match="multiple values for argument 'device'"): s('cpu', device='cpu')
-        with pytest.raises(TypeError, match="multiple values for argument 'init_scale'"): s('cpu', 2., init_scale=2.)
 
 
 @library
-@pytest.mark.parametrize('name', POLICIES_BY_NAME)
-@pytest.mark.parametrize('make_opt', [OPTS['momentum'], OPTS['adamw_fused']])
-def test_every_published_policy_by_its_name(name, make_opt):
-    "A storm, then gradients of zero: no weight is lost; the state goes over; the shared tensor stays"
-    s = GradScaler(name); assert type(s.policy) is POLICIES_BY_NAME[name]
-    s.scale(torch.ones(())); home = s._scale
-    try: scales, w = bad_steps(s, '0' + '1'*60 + '0', make_opt, grads=[0., 0.])
-    except FloatingPointError as e: assert 'Not finite: group 0, parameter 0' in str(e)
-    else: assert w.isfinite().all() and all(0 < x < INF for x in scales)
-    other = GradScaler(name); other.load_state_dict(pickle.loads(pickle.dumps(s.state_dict())))
-    assert s._scale is home is s.policy.scale and str(other.state_dict()) == str(s.state_dict())
-    assert bad_steps(other, '000')[0] == bad_steps(s, '000')[0]
+def test_one_policy_serves_one_scaler():
+    p = DynamicScaler()
+    s = GradScaler(p)
+    with pytest.raises(ValueError): GradScaler(p)
+    del s
+    gc.collect()
+    assert GradScaler(policy=p).policy is p
 
 
 @library
-def test_a_device_may_stand_first_as_in_torch():
-    for args, kw in ((('cpu',), {}), ((torch.device('cpu'),), {}), ((), dict(device='cpu'))):
-        s = GradScaler(*args, **kw)
-        assert s._device == 'cpu' and type(s.policy) is DynamicScaler and s.get_scale() == 2.**16
-    assert GradScaler()._device is None
-    s = GradScaler(); s.scale(torch.ones(()))
-    assert s._device == 'cpu'
+def test_the_device_is_that_of_the_first_loss():
+    s = GradScaler()
+    assert s._device is None and s._scale is None and s._growth_tracker is None and s.get_scale() == 2.**16
+    s.scale(torch.ones((), device='meta'))
+    assert s._device == s._scale.device.type == 'meta'
 
 
 @library
@@ -389,37 +358,52 @@ def test_disabled_hands_through():
 
 # --- states ---
 
-POLICIES = dict(torch=lambda: None, static=lambda: StaticScaler(2.**8), dynamic=lambda: DynamicScaler(2.**10, growth_interval=3, floor=1.),
-                patient=lambda: HysteresisScaler(growth_interval=3), strict=lambda: DynamicScaler(strict=True, growth_interval=3))
+POLICIES = dict(torch=lambda: None, static=lambda: StaticScaler(2.**8), dynamic=lambda: DynamicScaler(2.**10, growth_interval=3),
+                patient=lambda: DynamicScaler(growth_interval=3, hysteresis=2), metaseq=lambda: get_policy('metaseq'))
 policies = pytest.mark.parametrize('policy', POLICIES.values(), ids=POLICIES)
 PATTERN = '0100011010000010110000'
+
+
+@library
+@pytest.mark.parametrize('name', BY_NAME)
+@pytest.mark.parametrize('make_opt', [OPTS['momentum'], OPTS['adamw_fused']])
+def test_every_policy_by_its_name(name, make_opt):
+    "A storm, then gradients of zero: no weight is lost; the state goes over"
+    s = GradScaler(get_policy(name))
+    scales, w = bad_steps(s, '0' + '1'*60 + '0', make_opt, grads=[0., 0.])
+    assert w.isfinite().all() and all(0 < x < INF for x in scales)
+    for one in (s, copy.deepcopy(s), pickle.loads(pickle.dumps(s))):
+        other = GradScaler(get_policy(name))
+        other.load_state_dict(pickle.loads(pickle.dumps(one.state_dict())))
+        assert str(other.state_dict()) == str(s.state_dict())
+    assert bad_steps(other, '000')[0] == bad_steps(s, '000')[0]
 
 
 @library
 @policies
 @pytest.mark.parametrize('started', [False, True])
 def test_a_restored_scaler_goes_on_bit_for_bit(policy, started):
-    one = GradScaler(policy())
+    one, other, file = GradScaler(policy=policy()), GradScaler(policy=policy()), io.BytesIO()
     bad_steps(one, PATTERN[:9])
-    file = io.BytesIO(); torch.save(one.state_dict(), file); file.seek(0)
-    other = GradScaler(policy())
+    torch.save(one.state_dict(), file)
+    file.seek(0)
     if started: bad_steps(other, '11')
-    home = other.policy.scale
     other.load_state_dict(torch.load(file, weights_only=True))
-    assert other.policy.scale is home
     assert bad_steps(one, PATTERN)[0] == bad_steps(other, PATTERN)[0]
     assert str(one.state_dict()) == str(other.state_dict())
 
 
 @library
 @policies
-@pytest.mark.parametrize('how', [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+@pytest.mark.parametrize('how', [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=['copy', 'pickle'])
 def test_copies_go_their_own_way(policy, how):
-    one = GradScaler(policy()); bad_steps(one, PATTERN)
+    one = GradScaler(policy=policy())
+    bad_steps(one, PATTERN)
     other = how(one)
-    assert str(one.state_dict()) == str(other.state_dict())
     assert bad_steps(one, PATTERN)[0] == bad_steps(other, PATTERN)[0]
-    before = one.get_scale(); other.scale(torch.ones(())); other.update(2.)
+    before = one.get_scale()
+    other.scale(torch.ones(()))
+    other.update(2.)
     assert one.get_scale() == before and other.get_scale() == 2.
 
 
@@ -431,139 +415,40 @@ def test_torchs_state_is_loaded_and_ours_by_torch(started):
     if started: bad_steps(ours, '1')
     ours.load_state_dict(theirs.state_dict())
     got = ours.state_dict(); policy = got.pop('policy')
-    assert got == theirs.state_dict() and policy['policy'] == 'DynamicScaler'
+    assert got == theirs.state_dict() and policy['_extra_state']['policy'] == 'DynamicScaler'
     assert bad_steps(ours, PATTERN)[0] == bad_steps(theirs, PATTERN)[0]
     again = Torch('cpu'); again.load_state_dict(ours.state_dict())
     assert bad_steps(ours, PATTERN)[0] == bad_steps(again, PATTERN)[0]
 
 
 @library
-def test_the_state_of_a_static_scaler_is_static_in_torch_too():
-    ours, theirs = GradScaler(StaticScaler(2.**8)), Torch('cpu')
-    bad_steps(ours, '0'); theirs.load_state_dict(ours.state_dict())
-    assert set(bad_steps(theirs, PATTERN)[0]) == {2.**8}
-
-
-@library
-def test_a_state_edited_by_hand_counts():
-    s = GradScaler(); bad_steps(s, '001')
-    state = s.state_dict() | dict(scale=64., growth_interval=2, _growth_tracker=1)
-    s.load_state_dict(state)
-    assert s.get_scale() == 64. and bad_steps(s, '00')[0] == [128., 128.] and s.get_growth_interval() == 2
-
-
-SET = dict(number=lambda s, x: s.update(x), tensor=lambda s, x: s.update(torch.tensor(x)), in_place=lambda s, x: s._scale.fill_(x),
-           state=lambda s, x: s.load_state_dict(s.state_dict() | dict(scale=x)),
-           and_saved=lambda s, x: (s._scale.fill_(x), s.load_state_dict(pickle.loads(pickle.dumps(s.state_dict())))),
-           and_copied=lambda s, x: (s._scale.fill_(x), s.__setstate__(pickle.loads(pickle.dumps(s)).__dict__)))
-
-
-@library
-@pytest.mark.parametrize('name', POLICIES_BY_NAME)
-@pytest.mark.parametrize('how', SET.values(), ids=SET)
-def test_a_scale_set_by_hand_is_where_the_policy_goes_on_from(name, how):
-    "All but LogMax, whose scale comes from statistics"
-    kw = {} if name in ('logmax', 'static') else dict(growth_interval=4)
-    s = GradScaler(get_policy(name, **kw)); bad_steps(s, '00100')
-    how(s, 2.**8)
-    assert s.get_scale() == 2.**8
-    scales = [2.**8, *bad_steps(s, '0011110000' + '0'*8)[0]]
-    if name == 'logmax': return
-    assert scales[1] in (2.**8, 2.**9), scales
-    assert all(b/a in (.5, 1., 2.) for a, b in zip(scales, scales[1:])), scales
-    if name != 'static': assert min(scales) < 2.**8
-
-
-@library
-def test_an_exact_scale_is_kept_where_nobody_wrote():
-    "A third of 2^16 is no FP32 number: copies and states do not round it"
-    a, b = (GradScaler(get_policy('fastai', init_scale=2.**16, factor=3.)) for _ in range(2))
-    bad_steps(a, '11'); exact = a.policy.exact.clone()
-    assert exact.float().double() != exact
-    b.load_state_dict(a.state_dict())
-    for s in (a, b, copy.deepcopy(a), pickle.loads(pickle.dumps(a))):
-        assert s.policy.exact == exact
-        s.state_dict(); bad_steps(s, '0'); assert s.policy.exact == exact
-
-
-@library
-@pytest.mark.parametrize('name', POLICIES_BY_NAME)
-def test_an_edit_for_which_a_policy_has_no_use_is_refused(name):
-    s = GradScaler(name); bad_steps(s, '01')
-    for key, value in dict(growth_factor=4., backoff_factor=.25, growth_interval=7, _growth_tracker=1).items():
-        state, before = s.state_dict() | {key: value}, str(s.state_dict())
-        has = key in s.policy.hyper_names or key[1:] in s.policy.state_names
-        if has: GradScaler(name).load_state_dict(state)
-        else:
-            with pytest.raises(ValueError, match=f'{type(s.policy).__name__} has no {key} to be set'): s.load_state_dict(state)
-        if key[0] != '_' and not has:
-            with pytest.raises(ValueError, match=f'{type(s.policy).__name__} has no {key} to be set'): getattr(s, f'set_{key}')(value)
-        assert str(s.state_dict()) == before
-        if has and key[0] != '_': getattr(s, f'set_{key}')(value); assert getattr(s, f'get_{key}')() == value; s = GradScaler(name); bad_steps(s, '01')
-
-
-@library
-@pytest.mark.parametrize('name', POLICIES_BY_NAME)
-def test_torchs_state_comes_to_torchs_rule_only(name):
-    state, s = Torch('cpu', init_scale=2.**9, growth_interval=5).state_dict(), GradScaler(name)
-    if name in ('torch', 'dynamic'):
-        s.load_state_dict(state)
-        assert s.get_scale() == 2.**9 and s.get_growth_interval() == 5
-        return
-    before = str(s.state_dict()); cls = type(s.policy).__name__
-    with pytest.raises(ValueError, match=rf"of torch.amp.GradScaler, and {cls} does not follow torch's rule: start with {cls}\(init_scale=512.0\)"):
-        s.load_state_dict(state)
-    assert str(s.state_dict()) == before
-
-
-@library
-@pytest.mark.parametrize('change, says', [
-    (lambda d: d | dict(policy=StaticScaler().state_dict()), "state of 'StaticScaler', not of 'DynamicScaler'"),
-    (lambda d: d | dict(policy=d['policy'] | dict(version=99)), 'version 99'),
-    (lambda d: d | dict(scale=0.), 'loss scale of 0 cannot work'),
-    (lambda d: d | dict(scale=NAN), 'cannot work'),
-    (lambda d: {k: v for k, v in d.items() if k not in ('policy', 'growth_interval')}, 'lacks growth_interval'),
-    (lambda d: dict(something=1), 'no policy of ours'),
-    (lambda d: d | dict(growth_interval=0), 'growth_interval=0 cannot work')])
-def test_a_foreign_state_is_refused_and_changes_nothing(change, says):
-    s = GradScaler(growth_interval=5); bad_steps(s, '0010')
+@pytest.mark.parametrize('make, change, error', [
+    (lambda: GradScaler(StaticScaler()), lambda d: Torch('cpu').state_dict(), ValueError),
+    (GradScaler, lambda d: d | dict(policy=StaticScaler().state_dict()), ValueError),
+    (GradScaler, lambda d: {k: v for k, v in d.items() if k not in ('policy', 'growth_interval')}, ValueError),
+    (GradScaler, lambda d: Torch('cpu', init_scale=.25).state_dict(), ValueError),
+    (GradScaler, lambda d: {}, RuntimeError)])
+def test_a_foreign_state_is_refused_and_changes_nothing(make, change, error):
+    s = make()
+    bad_steps(s, '0010')
     before = str(s.state_dict())
-    with pytest.raises(ValueError, match=says): s.load_state_dict(change(s.state_dict()))
+    with pytest.raises(error): s.load_state_dict(change(s.state_dict()))
     assert str(s.state_dict()) == before
-    bad_steps(s, PATTERN)
 
 
 @library
 def test_the_numbers_can_be_set_and_read():
-    s = GradScaler(); t = Torch('cpu')
+    s, t = GradScaler(), Torch('cpu')
     for x in (s, t):
-        x.set_growth_factor(4.); x.set_backoff_factor(.25); x.set_growth_interval(3)
+        x.set_growth_factor(4.)
+        x.set_backoff_factor(.25)
+        x.set_growth_interval(3)
         assert (x.get_growth_factor(), x.get_backoff_factor(), x.get_growth_interval()) == (4., .25, 3)
     assert bad_steps(s, PATTERN)[0] == bad_steps(t, PATTERN)[0]
-    for name, wrong in (('growth_factor', 1.), ('backoff_factor', 0.), ('growth_interval', 0)):
-        with pytest.raises(ValueError, match=f'{name}=.* cannot work'): getattr(s, f'set_{name}')(wrong)
-        with pytest.raises(ValueError, match=f'StaticScaler has no {name}'): getattr(GradScaler(StaticScaler()), f'set_{name}')(2)
-    assert s.get_growth_factor() == 4.
-
-
-@library
-@policies
-def test_one_tensor_for_ever(policy):
-    "A graph that was captured with the scale in it reads this tensor: it must not be replaced"
-    s = GradScaler(policy()); s.scale(torch.ones(()))
-    home = s._scale
-    assert home is s.policy.scale and home is s._get_scale_async()
-    bad_steps(s, PATTERN); assert home is s._scale is s.policy.scale
-    s.load_state_dict(s.state_dict()); assert home is s._scale is s.policy.scale
-    s.update(2.); assert home is s._scale is s.policy.scale and home == 2
-
-
-@library
-def test_the_policy_starts_where_the_first_loss_is():
-    s = GradScaler(StaticScaler(2.**8))
-    assert s._scale is None and s._growth_tracker is None and s.get_scale() == 2.**8
-    s.scale(torch.ones((), device='meta'))
-    assert s._scale.device.type == 'meta' and s._device == 'meta'
+    with pytest.raises(ValueError, match='1.0'): s.set_growth_factor(1.)
+    again = GradScaler()
+    again.load_state_dict(s.state_dict())
+    assert again.get_growth_interval() == 3 and s.get_growth_factor() == 4.
 
 
 @library
@@ -584,71 +469,44 @@ def test_every_shape_of_outputs():
         a, b = ours.scale(make()), theirs.scale(make())
         assert type(a) is type(b) and str(a) == str(b)
     assert [t.item() for t in ours.scale(torch.ones(()) for _ in range(2))] == [8., 8.]
-    with pytest.raises(ValueError, match='must be a Tensor or an iterable'): ours.scale(3)
+    with pytest.raises(TypeError): ours.scale(3)
 
 
 # --- never a NaN in a weight ---
 
 @library
 @optimizers
-def test_two_hundred_bad_steps_and_a_dead_gradient(make_opt):
+@pytest.mark.parametrize('low', [1., 2.**-100])
+def test_two_hundred_bad_steps_and_a_dead_gradient(make_opt, low):
     "Torch's scale is zero then, and the finite gradient of the next batch becomes NaN after the look"
     storm = '0' + '1'*200 + '0'
     scales, w = bad_steps(Torch('cpu'), storm, make_opt, grads=[0., 0.])
     assert scales[-1] == 0 and w.isnan().all()
-    scales, w = bad_steps(GradScaler(), storm, make_opt, grads=[0., 0.])
-    assert scales[-1] == 2.**-24 and w.isfinite().all()
-    scales, w = bad_steps(GradScaler(DynamicScaler(strict=True)), storm, make_opt, grads=[0., 0.])
-    assert scales[-1] == 0 and w.isfinite().all()                          # torch's scale, but no NaN
+    scales, w = bad_steps(GradScaler(DynamicScaler(min_scale=low)), storm, make_opt, grads=[0., 0.])
+    assert scales[-1] == low and w.isfinite().all()
 
 
 @library
 @optimizers
 @pytest.mark.parametrize('scale', [2.**-10, .5])
 def test_a_gradient_that_overflows_while_it_is_unscaled(make_opt, scale):
-    for make, survives in ((lambda: Torch('cpu', init_scale=scale), False), (lambda: GradScaler(init_scale=scale), True),
-                           (lambda: GradScaler(StaticScaler(scale)), True), (lambda: GradScaler(DynamicScaler(scale, strict=True)), True)):
-        scaler, opt, p = fresh(make(), grad=3e38, make_opt=make_opt)
-        scaler.step(opt); scaler.update()
-        assert p.isfinite().all().item() == survives or (not survives and 'Adam' in type(opt).__name__), type(scaler.policy)
-        if survives: assert p.tolist() == [1., 1.] and not scaler.last_outcome.stepped
-        if survives: assert not any(v.any() for s in opt.state.values() for v in s.values())    # nothing moved
+    scaler, opt, p = fresh(Torch('cpu', init_scale=scale), grad=3e38, make_opt=make_opt)
+    scaler.step(opt)
+    assert not p.isfinite().all() or 'Adam' in type(opt).__name__
+    for policy in (StaticScaler(scale), DynamicScaler(scale, min_scale=2.**-20)):
+        scaler, opt, p = fresh(GradScaler(policy), grad=3e38, make_opt=make_opt)
+        scaler.step(opt)
+        scaler.update()
+        assert p.tolist() == [1., 1.] and not scaler.last_outcome.stepped
+        assert not any(v.any() for s in opt.state.values() for v in s.values())    # nothing moved
 
 
 @library
-@pytest.mark.parametrize('fused', [False, True])
-@pytest.mark.parametrize('policy', [lambda: StaticScaler(2.**4), lambda: DynamicScaler(2.**4, floor=1.), lambda: DynamicScaler(2.**4)])
-@pytest.mark.parametrize('how', ['tensor', 'in place', 'float'])
-def test_a_scale_that_others_set_below_one(how, policy, fused):
-    s, opt, p = fresh(GradScaler(policy()), grad=3e38, make_opt=lambda ps: SGD(ps, lr=.1, fused=fused))
-    if how == 'tensor': s.update(torch.tensor(2.**-10))
-    elif how == 'float': s.update(2.**-10)
-    else: s._scale.fill_(2.**-10)
-    for _ in range(3):
-        p.grad = torch.full((2,), 3e38)
-        s.scale(torch.ones(())); s.step(opt); s.update()
-        assert p.isfinite().all() and s.last_outcome.stepped == (s.last_outcome.scale >= 1).item()     # at 1 it is a legal step
-
-
-@library
-@pytest.mark.parametrize('value', [0., NAN, INF])
-@optimizers
-def test_a_tensor_that_cannot_be_a_scale(make_opt, value):
-    s, opt, p = fresh(GradScaler(), make_opt=make_opt)
-    s.update(torch.tensor(value))
-    for g in (0., 1.):
-        p.grad = torch.full((2,), g)
-        s.scale(torch.ones(())); s.step(opt); s.update()
-        assert p.isfinite().all()
-
-
-@library
-@pytest.mark.parametrize('value', [0., -1., NAN, INF, 2.**-25])
+@pytest.mark.parametrize('value', [0., -1., NAN, INF, .5])
 def test_a_number_that_cannot_be_a_scale_is_refused(value):
     s, *_ = fresh(GradScaler())
     with pytest.raises(ValueError, match='cannot work'): s.update(value)
     assert s.get_scale() == 2.**16
-    Torch('cpu').scale(torch.ones(()))
 
 
 @library
@@ -666,133 +524,153 @@ def test_the_first_step_of_fused_sgd_with_momentum():
     assert opt.state[p]['momentum_buffer'].tolist() == [1., 1.]
 
 
+@library
+@optimizers
+def test_a_loss_that_is_not_finite_is_held_and_a_gradient_that_is_not_is_not(make_opt):
+    "Loss and gradient: infinite where the other is finite, too"
+    s, w = GradScaler(growth_interval=3), nn.Parameter(torch.ones(2))
+    opt, seen = make_opt([w]), []
+    for loss, grad in ((1., 1.), (NAN, NAN), (INF, 1.), (1., INF), (1., 1.), (1., 1.), (1., 1.)):
+        before = w.detach().clone()
+        s.scale(torch.tensor(loss))
+        w.grad = torch.full((2,), grad)
+        s.step(opt)
+        s.update()
+        seen.append((s.get_scale(), same_bits(before, w.detach())))
+    k = 2.**16
+    assert [x for x, _ in seen] == [k, k, k, k/2, k/2, k/2, k] and [x for _, x in seen] == [False, True, True, True, False, False, False]
+
+
 # --- what policies see, and what became of a step ---
 
-class Watcher(LossScaler):
+class Watcher(StaticScaler):
     "Wants much, and keeps what it is shown"
-    wants = frozenset({'found_inf', 'total', 'amax', ('above', 64.)})
-    def __init__(self): super().__init__(2.**6); self.seen = []
-    def update(self, obs): self.seen.append({n: v.item() for n, v in zip(obs.names, obs.values)})
+    wants = 'found_inf', 'numel', 'amax', ('above', 64.)
+    def next_scale(self, stats):
+        self.seen = {n: v.item() for n, v in stats.items() if n != 'loss_finite'}
+        return self.scale
 
 
 @library
 @pytest.mark.parametrize('by_hand', [False, True])
 @pytest.mark.parametrize('fused', [False, True])
 def test_counts_are_taken_with_the_scale_in_and_add_up_over_optimizers(by_hand, fused):
-    s = GradScaler(Watcher())
-    ps = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]; opts = [SGD([p], lr=1., fused=fused) for p in ps]
-    s.scale(torch.ones(()))
-    ps[0].grad, ps[1].grad = torch.tensor([64., 1.]), torch.tensor([-96., 65., 2.])
-    if by_hand: s.unscale_(opts[0])
-    for o in opts: s.step(o)
-    s.update()
-    assert s.policy.seen == [{'found_inf': 0., 'total': 5., 'amax': 96., ('above', 64.): 3.}]
-    assert ps[0].tolist() == [0., 1. - 1/64]
+    s = GradScaler(Watcher(2.**6))
+    ps = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    opts = [SGD([p], lr=1., fused=fused) for p in ps]
+    for _ in range(2):                                                      # nothing is left of the step before
+        s.scale(torch.ones(()))
+        ps[0].grad, ps[1].grad = torch.tensor([64., 1.]), torch.tensor([-96., 65., 2.])
+        if by_hand: s.unscale_(opts[0])
+        for o in opts: s.step(o)
+        s.update()
+        assert s.policy.seen == {'found_inf': 0., 'numel': 5., 'amax': 96., ('above', 64.): 3.}
+    assert ps[0].tolist() == [-1., 1. - 2/64]
 
 
 @library
 def test_accumulated_micro_batches_are_seen_once():
-    s = GradScaler(Watcher()); p = nn.Parameter(torch.ones(2)); opt = SGD([p], lr=1.)
+    s, p = GradScaler(Watcher(2.**6)), nn.Parameter(torch.ones(2))
+    opt = SGD([p], lr=1.)
     for _ in range(3): s.scale(p.sum()).backward()
-    s.step(opt); s.update()
-    assert [o['amax'] for o in s.policy.seen] == [192.]
+    s.step(opt)
+    s.update()
+    assert s.policy.seen['amax'] == 192
 
 
-class Hooked(LossScaler):
+class Hooked(Watcher):
     "Wants something of activations"
-    wants = frozenset({'found_inf', 'activations'})
-    def __init__(self): super().__init__(2.); self.hooked, self.seen = None, []
-    def attach(self, model):
-        self.hooked = 0.
-        def note(m, i, o): self.hooked = max(self.hooked, o.abs().max().item())
-        return model.register_forward_hook(note)
-    def gathered(self): return {} if self.hooked is None else {'activations': torch.tensor(self.hooked)}
-    def update(self, obs): self.seen.append(obs['activations'].item()); self.hooked = 0.
+    wants = 'found_inf', ('amax', 'activations')
+    def watch(self, model):
+        if model is None: raise ValueError('Hooked watches the model: give it.')
+        return Eye(model)
+
+
+class Eye:
+    def __init__(self, model): self.hook = model.register_forward_hook(lambda m, i, o: self.note(o))
+    def note(self, o): self.seen = max(self.seen, o.abs().max().item())
+    def read(self): return {('amax', 'activations'): torch.tensor(self.seen)}
+    def reset(self): self.seen = 0.
+    def remove(self): self.hook.remove()
 
 
 @library
-def test_a_policy_that_wants_activations_must_be_attached():
-    model, s = net(), GradScaler(Hooked())
-    with pytest.raises(RuntimeError, match=r'Hooked wants activations, which only hooks can tell: call scaler.attach\(model\)'):
-        s.scale(torch.ones(()))
-    assert s._scale is None
-    for attach in (s.attach, s.policy.attach):
-        handle = attach(model); opt = SGD(model.parameters(), lr=.1)
-        out = model(torch.randn(2, 6)); s.scale(out.sum()).backward(); s.step(opt); s.update()
-        assert s.policy.seen[-1] == out.abs().max().item()
-        handle.remove()
-    assert isinstance(GradScaler().attach(model), Handle)
-
-
-class Layers(LossScaler):
-    "Another scale for each layer, as hooks would have put it into the gradients"
-    def inv_scale(self, name=None): return torch.tensor({'0.weight': .5, '2.bias': .125}[name])
-
-
-@library
-@pytest.mark.parametrize('fused', [False, True])
-@pytest.mark.parametrize('by_hand', [False, True])
-def test_a_policy_with_a_scale_for_each_layer(fused, by_hand):
-    model = net(); s = GradScaler(Layers(2.)); s.attach(model)
-    ps = [model[0].weight, model[2].bias]; opt = SGD(ps, lr=1., fused=fused)
-    before = [p.detach().clone() for p in ps]
-    s.scale(torch.ones(()))
-    for p in ps: p.grad = torch.full_like(p, 8.)
-    if by_hand: s.unscale_(opt)
-    s.step(opt); s.update()
-    assert all(same_bits(p.detach(), b - d) for p, b, d in zip(ps, before, (4., 1.)))
+def test_a_policy_that_watches_sees_the_model_and_is_refused_without():
+    with pytest.raises(ValueError, match='watches'): GradScaler(Hooked(8.))
+    model = net()
+    s, opt = GradScaler(Hooked(8.), model=model), SGD(model.parameters(), lr=0.)
+    for k in (1., .1):
+        out = model(torch.ones(2, 6)*k)
+        s.scale(out.sum()).backward()
+        s.step(opt)
+        s.update()
+        opt.zero_grad()
+        assert s.policy.seen['amax', 'activations'] == out.abs().max().item()
+    alone = pickle.loads(pickle.dumps(s))
+    with pytest.raises(ValueError, match='watches'): alone.scale(torch.ones(()))
+    alone.model = model
+    alone.scale(torch.ones(()))
 
 
 @library
-def test_the_outcome_tells_and_waits_until_asked():
-    model = net(); s = GradScaler(growth_interval=2); s.attach(model); opt = SGD(model.parameters(), lr=.1)
+def test_a_policy_with_a_scale_for_each_layer_is_refused():
+    class Layers(StaticScaler):
+        def inv_scale(self, name=None): return torch.tensor(.5)
+    with pytest.raises(ValueError, match='each layer'): GradScaler(Layers(2.))
+
+
+@library
+def test_the_outcome_tells_what_became_of_the_step():
+    model = net()
+    s = GradScaler(growth_interval=2, model=model, hold=False)
+    opt = SGD(model.parameters(), lr=.1)
     assert s.last_outcome is None
     for x, y in data(5, bad=(3,)):
-        opt.zero_grad(); s.scale(mse(model(x), y)).backward()
-        if not x.isfinite().all(): model[2].weight.grad.zero_(); model[2].bias.grad.zero_(); model[0].bias.grad.zero_()
-        before = s.get_scale(); s.step(opt); s.update()
+        opt.zero_grad()
+        s.scale(mse(model(x), y)).backward()
+        if not x.isfinite().all(): model[2].weight.grad.zero_(), model[2].bias.grad.zero_(), model[0].bias.grad.zero_()
+        before = s.get_scale()
+        s.step(opt)
+        s.update()
         o = s.last_outcome
         assert o.scale.item() == before and o.next_scale.item() == s.get_scale() and o.stepped == bool(x.isfinite().all())
         if not o.stepped: skipped = o
-    assert skipped.offenders == ('0.weight',) and 'the gradient of 0.weight was not finite' in skipped.why
+    assert skipped.nonfinite == ('0.weight',) and '0.weight' in skipped.why
     assert skipped.scale == 2.**17 and skipped.next_scale == 2.**16         # still, after later steps
 
 
 @library
-def test_without_names_places_are_named():
+def test_without_a_model_places_are_named():
     s, opt, p = fresh(GradScaler(), grad=NAN)
-    s.step(opt); s.update()
-    assert not s.last_outcome.stepped and s.last_outcome.offenders == ('group 0, parameter 0',)
-
-
-@library
-def test_an_outcome_that_nobody_looked_at_blames_no_later_gradient():
-    s, opt, p = fresh(GradScaler(), grad=INF)
-    s.step(opt); s.update(); o = s.last_outcome
-    s.scale(torch.ones(())); p.grad = torch.full((2,), NAN)
-    assert not o.stepped and o.offenders == ()
+    s.step(opt)
+    s.update()
+    assert not s.last_outcome.stepped and s.last_outcome.nonfinite == ('group 0, parameter 0',)
 
 
 @library
 @pytest.mark.parametrize('fused', [False, True])
 def test_no_gradient_is_kept_alive(fused):
     s, opt, p = fresh(GradScaler(), grad=INF, make_opt=lambda ps: Adam(ps, fused=fused))
-    s.step(opt); s.update()
+    s.step(opt)
+    s.update()
     grad, o = weakref.ref(p.grad), weakref.ref(opt)
-    opt.zero_grad(); assert grad() is None
-    del opt; gc.collect(); assert o() is None and not s.last_outcome.stepped
+    opt.zero_grad()
+    assert grad() is None
+    del opt
+    gc.collect()
+    assert o() is None and not s.last_outcome.stepped
 
 
 @library
-def test_a_policy_that_raises_names_the_culprit_and_can_go_on():
-    s = GradScaler(DynamicScaler(2., floor=2., on_floor='raise')); s, opt, p = fresh(s, grad=INF)
+def test_fifty_held_steps_and_the_floor_are_said():
+    s, opt, p = fresh(GradScaler(init_scale=2.), grad=INF)
     s.step(opt)
-    with pytest.raises(FloatingPointError, match=r'scale of 2, .*Not finite: group 0, parameter 0\.'): s.update()
-    assert p.tolist() == [1., 1.] and s.get_scale() == 2. and s._scale is s.policy.scale
-    s.scale(torch.ones(())); p.grad = torch.ones(2); s.step(opt); s.update()
-    assert p.tolist() != [1., 1.] and s.last_outcome.stepped
-    s = GradScaler(DynamicScaler(2., floor=2., on_floor='warn')); s, opt, p = fresh(s, grad=INF); s.step(opt)
-    with pytest.warns(UserWarning, match='probably exploding'): s.update()
+    with pytest.warns(UserWarning, match='floor of 1'): s.update()
+    with pytest.warns(UserWarning, match='since step 1'):
+        for _ in range(50):
+            s.scale(torch.tensor(NAN))
+            s.step(opt)
+            s.update()
 
 
 @library
@@ -862,46 +740,28 @@ def reads_per_step(scaler, make_opt, extra=lambda s, o: None, n=12, device='cpu'
     def one(bad=False):
         for p in ps: p.grad = torch.full_like(p, INF if bad else 1.)
         scaler.scale(loss); extra(scaler, opt); scaler.step(opt); scaler.update()
+    fused = getattr(opt, '_step_supports_amp_scaling', False)         # a skipped step asks whose gradient it was
     one()                                                    # torch's SGD makes its buffers, see above
     with Reads() as own:
         for p in ps: p.grad = torch.ones_like(p)
         for _ in range(n): opt.step()
     with Reads() as reads:
-        for i in range(n): one(i % 4 == 3)
-    skipped = n//4 if own.count and not getattr(opt, '_step_supports_amp_scaling', False) else 0
-    return (reads.count - own.count//n*(n - skipped))/n
+        for i in range(n): one(fused and i % 4 == 3)
+    return (reads.count - own.count)/n
 
 
 @library
-@policies
+@pytest.mark.parametrize('policy', [p for n, p in POLICIES.items() if n != 'metaseq'], ids=[n for n in POLICIES if n != 'metaseq'])
 @pytest.mark.parametrize('make_opt, most', [(OPTS['sgd'], 1), (OPTS['adam'], 1), (OPTS['sgd_fused'], 0), (OPTS['momentum_fused'], 0), (OPTS['adamw_fused'], 0)])
 @pytest.mark.parametrize('extra', [lambda s, o: None, lambda s, o: s.unscale_(o)], ids=['', 'unscaled'])
 def test_one_read_per_step_and_none_with_fused_optimizers(policy, make_opt, most, extra):
-    assert reads_per_step(GradScaler(policy()), make_opt, extra) == most
+    assert reads_per_step(GradScaler(policy=policy()), make_opt, extra) == most
 
 
 @library
 def test_the_counter_counts():
     assert reads_per_step(Torch('cpu'), OPTS['sgd']) == 1 and reads_per_step(Torch('cpu'), OPTS['adamw_fused']) == 0
     assert reads_per_step(GradScaler(), OPTS['adamw_fused'], lambda s, o: s.get_scale()) == 1
-    assert reads_per_step(GradScaler(DynamicScaler(on_floor='warn')), OPTS['adamw_fused']) >= 1    # it has to look
-
-
-@library
-def test_no_second_pass_over_the_gradients_where_the_scale_is_high():
-    class Passes(TorchDispatchMode):
-        count = 0
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.count += func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-            return func(*args, **kwargs or {})
-    for scale, passes in ((2.**16, 1), (2.**-3, 2)):
-        for make_opt in OPTS.values():
-            s, opt, p = fresh(GradScaler(init_scale=scale), make_opt=make_opt)
-            for _ in range(40):
-                p.grad = torch.ones(2); s.scale(torch.ones(()))
-                with Passes() as seen: s.step(opt)
-                s.update()
-                assert seen.count == passes
 
 
 @library
@@ -921,35 +781,6 @@ def test_a_gpu_is_waited_for_once_or_never(make_opt, most):
         waits = [w for w in seen if 'synchronizing CUDA operation' in str(w.message)]
         assert i == 0 or len(waits) <= most
     assert s.get_scale() == 2.**9
-
-
-# --- ranks ---
-
-GLOO = '''
-import sys, torch, torch.distributed as dist
-from torch import nn
-from mpcourse.gradscaler import GradScaler
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group('gloo', init_method=f'file://{folder}/meet', rank=rank, world_size=2)
-s, p = GradScaler(group=dist.group.WORLD, growth_interval=3), nn.Parameter(torch.ones(2))
-opt = torch.optim.SGD([p], lr=.1, fused=bool(rank))
-for i in range(8):
-    p.grad = torch.full((2,), 2.**16*(float('inf') if i % 4 == rank or i == 7 else 1.))
-    s.scale(torch.ones(())); s.step(opt); s.update()
-    assert s.last_outcome.stepped == (i % 4 > 1 and i < 7), i       # at 7 both overflow: the flag is 2
-print(s.get_scale(), p.tolist())
-dist.destroy_process_group()
-'''
-
-
-@library
-def test_ranks_skip_together(tmp_path):
-    env = os.environ | {'OMP_NUM_THREADS': '1'}
-    procs = [subprocess.Popen([sys.executable, '-c', GLOO, str(r), str(tmp_path)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-             for r in range(2)]
-    outs = [p.communicate(timeout=120) for p in procs]
-    assert all(p.returncode == 0 for p in procs), outs
-    assert outs[0][0] == outs[1][0] and outs[0][0].startswith('2048') and 'inf' not in outs[0][0]
 
 
 # --- Lightning ---
@@ -1020,7 +851,7 @@ def test_lightning_with_our_scaler(lightning, opt):
     from lightning.pytorch.plugins.precision import MixedPrecision
     batches, runs = list(data()), []
     clip = {} if 'fused' in opt else dict(gradient_clip_val=.5)
-    for scaler in (GradScaler(growth_interval=3), Torch('cpu', growth_interval=3)):
+    for scaler in (GradScaler(growth_interval=3, hold=False), Torch('cpu', growth_interval=3)):
         model = lit(lightning, OPTS[opt], batches)
         trainer = fit_lit(lightning, model, plugins=[MixedPrecision('16-mixed', 'cpu', scaler)], **clip)
         assert trainer.precision_plugin.scaler is scaler
@@ -1030,7 +861,7 @@ def test_lightning_with_our_scaler(lightning, opt):
     assert all(map(same_bits, model.net.state_dict().values(), other.net.state_dict().values()))
     assert set(model.products.seen) == {H} and len(model.products.seen) >= len(batches)
     assert all(map(on_grid, model.grads)) and any(g.any() for g in model.grads)
-    assert len(ours.outcomes) == 1 and ours.last_outcome.stepped
+    assert ours.last_outcome.stepped
 
 
 def test_lightning_rewrites_16_mixed_on_a_cpu(lightning):
@@ -1049,7 +880,7 @@ def test_lightning_refuses_to_clip_for_fused_optimizers(lightning):
 
 def test_lightning_checkpoints_the_policy(lightning, tmp_path):
     from lightning.pytorch.plugins.precision import MixedPrecision
-    def plugin(): return MixedPrecision('16-mixed', 'cpu', GradScaler(HysteresisScaler(2.**10, growth_interval=3)))
+    def plugin(): return MixedPrecision('16-mixed', 'cpu', GradScaler(DynamicScaler(2.**10, growth_interval=3, hysteresis=2, hold=False)))
     trainer = fit_lit(lightning, lit(lightning, OPTS['sgd'], list(data())), plugins=[plugin()])
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
@@ -1092,7 +923,7 @@ def accelerated(accelerate, scaler, make_opt, batches, clip=None, **kw):
 @pytest.mark.parametrize('opt', ['sgd', 'adam', 'adamw_fused'])
 @pytest.mark.parametrize('kw', [dict(), dict(clip=.5), dict(gradient_accumulation_steps=2)], ids=['plain', 'clip', 'accumulate'])
 def test_accelerate_with_our_scaler(accelerate, opt, kw):
-    ours, theirs = GradScaler(growth_interval=3), Torch('cpu', growth_interval=3)
+    ours, theirs = GradScaler(growth_interval=3, hold=False), Torch('cpu', growth_interval=3)
     _, model, products, grads, skipped = accelerated(accelerate, ours, OPTS[opt], list(data()), **kw)
     _, other, *_, skipped2 = accelerated(accelerate, theirs, OPTS[opt], list(data()), **kw)
     assert ours.get_scale() == theirs.get_scale() and skipped == skipped2
@@ -1103,7 +934,7 @@ def test_accelerate_with_our_scaler(accelerate, opt, kw):
 
 
 def test_accelerate_saves_and_loads_the_policy(accelerate, tmp_path):
-    scaler = GradScaler(HysteresisScaler(2.**10, growth_interval=3))
+    scaler = GradScaler(DynamicScaler(2.**10, growth_interval=3, hysteresis=2, hold=False))
     accelerator, *_ = accelerated(accelerate, scaler, OPTS['sgd'], list(data()))
     state = str(scaler.state_dict()); assert scaler.get_scale() != 2.**10
     accelerator.save_state(str(tmp_path))
@@ -1131,77 +962,3 @@ def test_accelerate_clips_scaled_gradients_unless_it_knows(accelerate):
         model, opt = accelerator.prepare(model, opt)
         accelerator.backward(model(torch.ones(1, 1)).sum())
         assert accelerator.clip_grad_norm_(model.parameters(), 1e9).item() == norm
-
-
-# --- every policy's checkpoint, and hooks that see a backward pass that was given up ---
-
-@library
-@pytest.mark.parametrize('name', POLICIES_BY_NAME)
-def test_the_checkpoint_of_every_policy_goes_round(name):
-    old, new = GradScaler(get_policy(name)), GradScaler(get_policy(name))
-    for s in (old, copy.deepcopy(old), pickle.loads(pickle.dumps(old))):
-        new.load_state_dict(s.state_dict())
-        assert new.get_scale() == old.get_scale() and new.get_growth_factor() == old.get_growth_factor()
-
-
-class Backward(Hooked):
-    "Gathers in the backward pass"
-    dropped = 0
-    def forget_gradients(self): self.dropped += 1
-
-
-@library
-def test_a_policy_hears_of_gradients_that_led_to_no_step_and_keeps_what_the_forward_pass_told():
-    model, s = net(), GradScaler(Backward()); s.attach(model); opt = SGD(model.parameters(), lr=.1)
-    def backward(): s.scale(model(torch.randn(2, 6)).sum()).backward(); return s.policy.dropped
-    assert [backward(), backward()] == [1, 1]                   # the first of an iteration; a micro-batch
-    opt.zero_grad()
-    assert backward() == 2                                      # given up
-    s.step(opt); opt.zero_grad()
-    assert backward() == 2                                      # after a step of the same iteration
-    s.update()
-    assert s.policy.seen[-1] > 0 and backward() == 3
-    pickle.dumps(s), copy.deepcopy(s)
-
-
-@library
-def test_ranks_that_decide_alone_by_what_their_hooks_see_are_warned(ranks):
-    seen = ranks('''
-import warnings
-import torch
-from mpcourse.gradscaler import GradScaler
-from mpcourse.scaler1 import StaticScaler
-class Watcher(StaticScaler):
-    def gathered(self): return {('amax', 'activations'): torch.ones(())}
-def said(policy, group=None):
-    p, scaler = torch.nn.Parameter(torch.ones(2)), GradScaler(policy, group=group)
-    opt = torch.optim.SGD([p], lr=.1)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter('always')
-        scaler.scale(p.sum()).backward(); scaler.step(opt); scaler.update()
-    return [str(w.message) for w in told]
-torch.save((said(Watcher(8.)), said(Watcher(8.), dist.group.WORLD), said(StaticScaler(8.))), f'{folder}/{rank}.pt')
-''')
-    for alone,together,plain in seen:
-        assert len(alone) == 1 and 'on each of 2 ranks' in alone[0]
-        assert together == plain == []
-
-
-class Curious(LossScaler):
-    "Wants something new from time to time, in a new set each time it is asked"
-    asks = ()
-    def update(self, obs): self.told = obs.names
-
-    @property
-    def wants(self): return frozenset({'found_inf', *self.asks})
-
-
-def test_a_policy_that_begins_to_want_more_is_told_more_or_refused():
-    opt, scaler = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), GradScaler(Curious(8.))
-    for asks in ((), ('amax',), ()):
-        scaler.policy.asks = asks
-        scaler.scale(opt.param_groups[0]['params'][0].sum()).backward()
-        scaler.step(opt); scaler.update()
-        assert scaler.policy.told == ('found_inf', *asks)
-    scaler.policy.asks = ('warmth',)
-    with pytest.raises(RuntimeError, match='wants warmth'): scaler.scale(torch.ones(()))

@@ -19,8 +19,8 @@ from mpcourse.hooks import TENSOR_KINDS, STATISTICS, TensorHooks, match_names, t
 from mpcourse.monitor import JsonlWriter, TensorBoardWriter, TensorCollector, open_writer, read_jsonl
 from mpcourse.underflow import MonitorCB, count_flushed
 from mpcourse.plots import log2_hist
-from mpcourse.scaler1 import StaticScaler
-from mpcourse.step1 import MixedStep
+from mpcourse.scaler import StaticScaler
+from mpcourse.step import MixedStep
 
 pytestmark = pytest.mark.library
 

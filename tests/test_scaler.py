@@ -57,7 +57,9 @@ class Layerwise(LossScaler):
         self.register_buffer('factors', torch.ones(len(names)))
 
     def inv_scale(self, name=None): return super().inv_scale()/(1. if name is None else self.factors[self.names.index(name)])
-    def watch(self, model): return Watch(self, model)
+    def watch(self, model):
+        if model is None: raise ValueError('Layerwise watches the model: give it.')
+        return Watch(self, model)
 
     def next_scale(self, stats):
         seen = torch.stack([stats['amax', n] for n in self.names])

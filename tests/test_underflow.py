@@ -15,8 +15,8 @@ from mpcourse.underflow import (FlushProbe, Overflow, OverflowWatch, Verdict, ac
 from mpcourse.plots import log2_hist
 from mpcourse.failures import flushed
 from mpcourse.rounding import quantize
-from mpcourse.scaler1 import StaticScaler
-from mpcourse.step1 import MixedStep
+from mpcourse.scaler import StaticScaler
+from mpcourse.step import MixedStep
 from mpcourse.toys import batches, cross_entropy, fit, get_toy, half_pass, plain_step, relu_mlp
 
 pytestmark = pytest.mark.library
@@ -584,18 +584,13 @@ def test_switching_amid_a_fit(new, when):
     h.remove()
     assert dtypes[:4] == [H, H, *[B if new == 'bf16' else H]*2]
     assert mixed(learn).history.scales.tolist() == [4., 4., *[1. if new == 'bf16' else 2.**8]*2]
-    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in learn.model.parameters()) and not mixed(learn)._now.open
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in learn.model.parameters())
 
 
-def test_no_switch_within_a_batch():
-    from fastai.basics import Callback
-    from mpcourse.callback import quiet_fit
-    class Early(Callback):
-        def after_pred(self): act_on(BAD, self.learn, 'bf16')
-    learn = learner(StaticScaler(4.), [Early()])
-    with pytest.raises(RuntimeError, match='between two batches'): quiet_fit(learn, 1)
-    with pytest.raises(ValueError, match='takes no loss scaler'): mixed(learn).switch(StaticScaler(2.), 'bf16')
-    with pytest.raises(ValueError, match='FP16 without'): mixed(learn).switch()
+def test_a_scheme_that_cannot_be_is_no_switch():
+    cb = mixed(learner(StaticScaler(4.)))
+    with pytest.raises(ValueError, match="BF16 has FP32's range"): cb.switch(StaticScaler(2.), 'bf16')
+    with pytest.raises(ValueError, match='give a loss scaler'): cb.switch()
 
 
 # ---------------------------------------------------------------- with the collector and its callback
@@ -666,41 +661,24 @@ def test_monitor_cb_acts_once(how):
 
 
 def test_a_switch_takes_the_old_scalers_hooks_and_gradients():
-    "Half a step's gradients, accumulated at another scale, are dropped; what the old scaler attached is gone"
+    "Half a step's gradients, accumulated at another scale, are dropped; what the old scaler watched is gone"
     from fastai.basics import Callback
+    from fastai.callback.training import GradientAccumulation
+    from mpcourse.als import ALSScaler
     from mpcourse.callback import quiet_fit
-    from mpcourse.scaler1 import Handle
-    class Attached(StaticScaler):
-        attached = removed = 0
-        def attach(self, model):
-            mine = self; mine.attached += 1
-            class H(Handle):
-                def remove(self): mine.removed += 1
-            return H()
+    def hooks(): return sum(len(m._forward_hooks) for m in learn.model.modules())
+    def waiting(): return any(p.grad is not None and p.grad.any() for p in learn.model.parameters())
     class Switches(Callback):
         order = 99
         def after_batch(self):
-            if not self.learn.training or mixed(learn).scaler is new: return
-            seen.append(old.removed); mixed(learn).switch(new); seen.extend([old.removed, new.attached])
-    seen, old, new = [], Attached(4.), Attached(2.**8)
-    learn = learner(old, [switches := Switches()])
+            if not self.learn.training or self.learn.iter != 0: return
+            seen.append((waiting(), hooks())); mixed(learn).switch(ALSScaler(2.**8, types=nn.ReLU)); seen.append((waiting(), hooks()))
+    seen = []
+    learn = learner(ALSScaler(4., types=nn.Linear), [Switches(), GradientAccumulation(128)])
+    linears, relus = (sum(isinstance(m, t) for m in learn.model.modules()) for t in (nn.Linear, nn.ReLU))
     quiet_fit(learn, 1)
-    assert seen == [0, 1, 0] and (old.attached, old.removed, new.attached, new.removed) == (1, 1, 1, 1)   # amid the fit; at its end
-    learn.remove_cb(switches)
-    cb, (xb, yb), new = mixed(learn), next(iter(learn.dls.train)), Attached(2.**8)
-    with learn.no_logging():
-        learn.model.train(); learn.training = True; learn.xb, learn.yb = (xb,), (yb,)
-        cb.enter(); learn.pred = learn.model(*learn.xb); cb.after_pred()
-        learn.loss_grad = learn.loss = cross_entropy(learn.pred, yb); learn.iter = 0
-        cb.before_backward(); learn.loss_grad.backward(); cb.after_backward()
-    assert all(p.grad.abs().sum() > 0 for p in learn.model.parameters())
-    cb.switch(new)
-    assert new.attached == 0 and cb.scaler is new
-    assert all(p.grad is None or (p.grad == 0).all() for p in learn.model.parameters())
-    cb.switch(None, 'bf16')
-    assert new.removed == 0                          # it had not been attached yet
-    quiet_fit(learn, 1)
-    assert all(p.isfinite().all() for p in learn.model.parameters())
+    assert seen == [(True, linears), (False, relus)] and linears != relus and hooks() == 0
+    assert mixed(learn).history.scales[0] == 2**8
 
 
 @pytest.mark.parametrize('again', [False, True], ids=['', 'checkpointed'])

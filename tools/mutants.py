@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {'1': 'promises/test_1_no_nan', '2': 'promises/test_2_fp32', '3': 'promises/test_3_resume', '4': 'promises/test_4_ranks',
          '5': 'promises/test_5_gradscaler', '6': 'promises/test_6_conversions', '7': 'promises/test_7_arguments',
-         'scaler': 'test_scaler', 'step': 'test_step', 'callback': 'test_callback', 'checkpoint': 'test_checkpoint'}              # a promise, or a chapter's own tests
+         **{n: f'test_{n}' for n in 'scaler step callback checkpoint als underflow'.split()}}    # a promise, or a chapter's own tests
 OTHERS = ('fastai.basics', 'fastai.callback.schedule', 'fastai.callback.fp16', 'fastai.callback.tracker', 'pandas', 'pytest',
           'sklearn.datasets', 'matplotlib.pyplot', 'torch._dynamo', 'torch.distributed', 'ipywidgets', 'scipy.special', 'hypothesis',
           'pytest_timeout', 'pytest_rerunfailures', 'pydoc_data.topics', 'unittest.mock')   # imported once, before all tests
@@ -45,7 +45,7 @@ M = [Mutant(*row) for row in (
     ('step', 'if scaler.min_scale < 1:', 'if False:', 'step', 'below_one'),
     ('step', 'if new: torch._foreach_copy_', 'if False: torch._foreach_copy_', 'step', 'two_roundings'),
     ('step', 'if g.is_sparse: raise', 'if False: raise', 'step', 'sparse'),
-    ('step', '(g.abs() >= want[1])', '(g >= want[1])', 'step', 'counted_on'),
+    ('step', 'g.abs().ge_(want[1])', 'g.ge(want[1])', 'step', 'counted_on'),
     ('step', 'old.maximum(v) if is_maximum(n) else old + v', 'old + v', 'step', 'two_optimizers'),
     ('step', 'found = found + (1 - stats[\'loss_finite\'])', 'pass', 'step', 'infinite_is_held'),
     ('step', "dist.group.WORLD if together else self.group", 'self.group', 'step', 'decide_as_one'),
@@ -167,8 +167,22 @@ M = [Mutant(*row) for row in (
     ('policies', 'out = bad & (left <= 1)', 'out = bad & (left <= 0)', 5, 'first_editions'),
     ('policies', 'amax.log()/log(2)', 'amax.log()', 5, 'first_editions'),
     ('policies', 'return (self.growth_tracker + 1).masked_fill(bad, 0)', 'return self.growth_tracker + 1', 5, 'first_editions'),
-    ('als', 'return torch.where(upper, self.scale/self.factor, up)', 'return torch.where(upper, self.scale, up)', 5, 'first_editions'),
-    ('als', 'new = torch.where(bad, scale/self.factor, scale)', 'new = scale', 5, 'at_once'),
+    ('als', 'return torch.where(down, self.scale/self.factor,', 'return torch.where(down, self.scale,', 5, 'first_editions and als'),
+    ('als', 'down, up = bad | upper & due', 'down, up = upper & due', 'als', 'at_once'),
+    ('als', 'bins[:2] > self.threshold*bins[2]', 'bins[:2] >= self.threshold*bins[2]', 'als', 'more_than'),
+    ('als', 'torch.where(due, up, self.scale)', 'up', 'als', 'exact_traces'),
+    ('als', 'up.minimum(self.peak.maximum(self.scale))', 'up', 'als', 'zeros_double'),
+    ('als', 'if self.deadband: up =', 'if False: up =', 'als', 'deadband'),
+    ('als', 'counts = counts + self.sums', 'pass', 'als', 'keras_trace'),
+    ('als', 'self.sums = torch.where(due, 0, counts)', 'self.sums = counts', 'als', 'keras_trace'),
+    ('als', 'self.numel += g.numel()', 'self.numel += 1', 'als', 'numpys'),
+    ('als', 'g.numel() - b.sum', 'b.sum', 'als', 'numpys'),
+    ('als', 'and g.dtype == torch.float16 and', 'and', 'als', 'only_half'),
+    ('als', 'for h in self.hooks: h.remove()\n\n@patch\ndef watch', 'pass\n\n@patch\ndef watch', 'als', 'hooks_go'),
+    ('als', 'if self.scaler.saturate: return', 'if False: return', 'als', 'saturation_clips'),
+    ('als', 'if not self.weights: return', 'if False: return', 'als', 'not_chosen'),
+    ('underflow', 'self.learn.opt.zero_grad()                          # the old', 'pass  #', 'underflow', 'old_scalers_hooks'),
+    ('underflow', 'if self.stats.watched: self.stats.watched.remove()', 'pass', 'underflow', 'old_scalers_hooks'),
     # the drop-in
     ('gradscaler', "if optimizer_state['taken'] else None", "if True else None", 1, 'every_bit and gradscaler'),
     ('gradscaler', 'given = self._scale if given is None else self._scale*given', 'given = None', 5, 'torchs_bit'),

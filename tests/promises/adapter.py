@@ -102,8 +102,8 @@ def toy(name, seed=0, steps=20, bs=None):
 
 def make_gradscaler(policy=None, hold=None, group=None, **kw):
     "The drop-in; hold=False: torch's decisions, step for step"
-    more = {} if FIRST or 'hold' not in inspect.signature(_get('GradScaler')).parameters else dict(hold=hold)
-    return _get('GradScaler')(policy, group=group, **kw, **{k: v for k,v in more.items() if v is not None})
+    if FIRST: return _get('GradScaler')(policy, group=group, **kw)
+    return _get('GradScaler')(policy=policy, hold=hold, group=group, **kw)
 
 
 def make_learner(model, train, valid, scaler=None, bs=8, mixed=True, dtype='fp16', **kw):

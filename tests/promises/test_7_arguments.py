@@ -82,18 +82,13 @@ def test_sparse_gradients_are_named():
 @pytest.mark.parametrize('spoil', ('other policy', 'incomplete', 'nan', 'no state', 'wide'))
 def test_a_state_that_cannot_be_loaded_changes_nothing(policy, spoil):
     s = A.make_scaler(policy, init_scale=2.**9); state, value = s.state_dict(), ''
-    if spoil == 'other policy': state = A.make_scaler('fastai').state_dict()
+    if spoil == 'other policy': state = A.make_scaler('metaseq').state_dict()
     if spoil == 'incomplete': value = 'scale'; del state['scale']
     if spoil == 'nan': state['scale'] = torch.tensor(nan); value = 'nan'
-    if spoil == 'no state': state = value = 17
+    if spoil == 'no state': state, value = 17, '' if A.FIRST else 'int'
     if spoil == 'wide': state['scale'] = torch.ones(2)
     refused(lambda: s.load_state_dict(state), value)
     assert A.scale_of(s) == 2.**9
-
-
-def test_a_state_of_a_relative_with_the_same_numbers_is_refused():
-    state = A.make_scaler('apex_hysteresis').state_dict()
-    refused(lambda: A.make_scaler('megatron').load_state_dict(state), state.get('policy', ''))
 
 
 @pytest.mark.parametrize('dtype', ('nf7', torch.int8, torch.float32))
