@@ -87,10 +87,12 @@ class HalfPrecisionCB(Callback):
         self.dtype, self.cast, self.compute = dtype, cast, compute
 
     @property
-    def learn(self): return vars(self).get('_learn')
+    def learn(self):
+        "The Learner; fastai sets it when a callback is added, and to None when it is removed"
+        return vars(self).get('_learn')
 
     @learn.setter
-    def learn(self, new): # fastai sets it when a callback is added, and to None when it is removed
+    def learn(self, new):
         old, contexts = self.learn, dict(_do_fit=self.one_fit, _do_one_batch=self.one_batch)
         if new is not None and (old is not None or '_do_fit' in vars(new)):
             raise ValueError(f'One {self} for one Learner: first remove the other, with remove_cb.')
@@ -100,7 +102,9 @@ class HalfPrecisionCB(Callback):
         vars(self)['_learn'] = new
 
     @contextmanager
-    def one_fit(self): yield
+    def one_fit(self):
+        "A subclass watches from here, and cleans up"
+        yield
 
     @contextmanager
     def one_batch(self):

@@ -162,6 +162,42 @@ WRONG = {
             enter()
             try: return work()
             finally: leave()""",
+    # 12: unscales and does not look
+    'check_half_callback': """
+        def half_callback(scaler):
+            class C(Callback):
+                order = 10
+                def before_fit(self): self.lent = HalfWeights(self.learn.model)
+                def before_batch(self):
+                    self.lent.install()
+                    self.learn.xb = (self.learn.xb[0].half(),)
+                def after_pred(self): self.learn.pred = self.learn.pred.float()
+                def before_backward(self): self.learn.loss_grad = scaler.scale_loss(self.learn.loss_grad)
+                def after_backward(self): self.lent.remove()
+                def before_step(self): unscale_(named_gradients(self.learn.opt), scaler)
+                def after_batch(self): self.lent.remove()
+            return C()""",
+    # 13: writes into the old file
+    'check_whole_write': 'lambda path, data: path.write_bytes(data)',
+    # 13: forgets numpy
+    'check_frozen': """
+        def frozen():
+            import random
+            states = random.getstate(), torch.get_rng_state()
+            def back():
+                random.setstate(states[0])
+                torch.set_rng_state(states[1])
+            return back""",
+    # 13: forgets the schedule
+    'check_resumable': """
+        def resumable(model, opt, sched):
+            from copy import deepcopy
+            def keep(): return deepcopy((model.state_dict(), opt.state_dict())), torch.get_rng_state()
+            def put_back(kept):
+                model.load_state_dict(kept[0][0])
+                opt.load_state_dict(kept[0][1])
+                torch.set_rng_state(kept[1])
+            return keep, put_back""",
     # 14: an overflow at 65504 and a bit is one at 65520 only, and the step that fits was not skipped
     'check_lost_steps': 'lambda k, g: next(n for n in range(1000) if g*2.**(k - n) <= 65536)',
     # 14: an overflow does not start the count anew

@@ -161,7 +161,7 @@ def test_a_file_that_does_not_fit_is_refused_and_nothing_changes(how, tmp_path):
     if how == 'other model':
         n = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)); p = torch.optim.Adam(n.parameters())
     if how == 'other optimizer': p = torch.optim.SGD(n.parameters(), lr=1.)
-    if how == 'other scaler': t = A.make_scaler('megatron')
+    if how == 'other scaler': t = A.make_scaler('metaseq')
     before = [{k: v.clone() for k,v in n.state_dict().items()}, str(p.state_dict()), A.scale_of(t), torch.get_rng_state()]
     with pytest.raises(ValueError): A.load(path, n, p, t)
     assert equal(before, [n.state_dict(), str(p.state_dict()), A.scale_of(t), torch.get_rng_state()])
