@@ -266,7 +266,7 @@ def observe(
 )->dict: # {name: 0-dim tensor}, as the step would have counted
     "What a scaler would have seen"
     names, s = ('loss_finite', 'found_inf', *scaler.wants), scaler.scale.item()
-    return {n: torch.tensor(_statistic(trace, t, n, s, fmt)) for n in names}
+    return {n: torch.tensor(float(_statistic(trace, t, n, s, fmt))) for n in names}
 
 # %% ../nbs/16_simulator.ipynb #52ea2fe2
 @dataclass
@@ -327,7 +327,7 @@ def fresh(
     "A scaler that nobody has used"
     made = copy.deepcopy(get_policy(policy))
     if start is None: return made
-    start = min(max(valid_scale(start, 2.**-126), made.min_scale), made.max_scale)
+    start = min(max(start, made.min_scale), made.max_scale)
     made.set_extra_state(dict(config=made.config | dict(init_scale=start)))
     made.scale.fill_(start)
     return made
@@ -366,6 +366,7 @@ def replay(
 )->Flight:
     "Fly policies through a recorded or made storm"
     _need_trace(trace)
+    if start is not None: valid_scale(start, 2.**-126)
     fleet, n = named_policies(policies), len(trace)
     plain = [p for p in RULES if p != 'logmax']                              # who needs no magnitudes
     out = {k: _by_rule(p, trace, start, fmt) if p in plain else _by_scaler(fresh(p, start), trace, fmt)
