@@ -55,7 +55,7 @@ M = [Mutant(*row) for row in (
     ('step', '(outcome.found_inf > 0).float()', '(outcome.found_inf > 9).float()', 'step', 'leaves_every_bit'),
     ('step', 'if fused: del inner.grad_scale, inner.found_inf', 'pass', 'step', 'taken_back'),
     ('step', 'if held >= 50:', 'if held >= 500:', 'step', 'fifty'),
-    ('step', 'outcome.number % 50 == 49', 'False', 'step', 'fifty'),
+    ('step', 'is not False and self.number % 50 != 49: return', 'is not False: return', 'step', 'fifty'),
     ('step', 'if self.next_scale.item() <= self.floor:', 'if False:', 'step', 'floor'),
     ('step', 'loss = loss_func(cast_floats(pred, torch.float32), yb)', 'loss = loss_func(pred, yb).float()', 'step', 'fp32_and_recorded'),
     ('step', '            self.stats.see_loss(loss)\n', '', 'step', 'infinite_is_held'),
@@ -153,7 +153,7 @@ M = [Mutant(*row) for row in (
     ('checkpoint', "p.grad = torch.zeros_like(p) if n in state['grads'] else None", 'pass', 'checkpoint', 'long_ago'),
     ('checkpoint', "if mine[0] != newest: os.replace", 'if False: os.replace', 'checkpoint', 'two_ranks'),
     ('checkpoint', "self.whole = True", "pass", 'checkpoint', 'so_many_steps'),
-    ('checkpoint', "def before_batch(self): self.whole = False", "def before_batch(self): self.whole = True", 'checkpoint', 'accumulate'),
+    ('checkpoint', "        self.whole = False\n", "        self.whole = True\n", 'checkpoint', 'accumulate'),
     # growth and back-off
     ('dynamic', 'return scale.clamp_(*self.bounds)', 'return scale', 1, 'for_ever or storm'),
     ('dynamic', 'torch.int32)\n        _valid_dynamics(self)', 'torch.int32)', 7, 'rule'),
