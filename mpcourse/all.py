@@ -16,8 +16,8 @@ from .emulate import *  # noqa: F403
 from .recipe import *  # noqa: F403
 from .half import *  # noqa: F403
 from .master import *  # noqa: F403
-from .scaler1 import *  # noqa: F403
-from .step1 import *  # noqa: F403
+from .scaler import *  # noqa: F403
+from .step import *  # noqa: F403
 from .callback import *  # noqa: F403
 from .checkpoint import *  # noqa: F403
 from .dynamic import *  # noqa: F403
@@ -35,7 +35,7 @@ from .compare import *  # noqa: F403
 from .plots import *  # noqa: F403
 
 # %% ../nbs/93_all.ipynb #a27af561
-MODULES = '''formats rounding toys failures tensorcore emulate recipe half master scaler1 step1 callback
+MODULES = '''formats rounding toys failures tensorcore emulate recipe half master scaler step callback
              checkpoint dynamic policies simulator gradscaler hooks monitor underflow als unit unit_models
              fp8 compare plots'''.split()
 __all__ = [name for m in MODULES for name in sys.modules[f'mpcourse.{m}'].__all__]

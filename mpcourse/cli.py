@@ -67,15 +67,11 @@ def draw(
 
 def fleet(
     names: list|None, # of policies; None: all published ones
-    start: float|None=None, # the same first scale for all; None: each its own
-) -> dict: # name -> a scaler
-    "The scalers that fly: published policies, and automatic loss scaling, which sees weights' gradients only here"
-    from mpcourse.simulator import fresh, named_policies
-    def made(p):
-        if p != 'als': return fresh(p, start)
-        from mpcourse.als import ALSScaler
-        return ALSScaler(start or 1., activations=False)
-    return {name: made(p) for name,p in named_policies(names).items()}
+) -> dict: # name -> a name or a scaler
+    "Who flies: published rules, scalers, and automatic loss scaling, which sees weights' gradients only here"
+    from mpcourse.als import ALSScaler
+    from mpcourse.simulator import named_policies
+    return {n: ALSScaler(activations=False) if p == 'als' else p for n, p in named_policies(names).items()}
 
 def replay_command(
     args: argparse.Namespace, # policies, start, out, and what `storm_from` reads
@@ -85,7 +81,7 @@ def replay_command(
     from mpcourse.simulator import replay
     try:
         trace, start = storm_from(args), parse_number(args.start) if args.start else None
-        flight = replay(fleet(names_in(args.policies), start), trace)
+        flight = replay(fleet(names_in(args.policies)), trace, start)
         print(f'{trace}. Scales as powers of two; flushed: share of the non-zero gradients that end as zero.\n')
         print(flight.table().to_string(float_format=lambda v: f'{v:.3g}'))
         for name,why in flight.stopped.items(): print(f'{name} gave up at {why}')

@@ -6,27 +6,26 @@
 __all__ = ['LINE_LOOKS', 'LABELS', 'Trace', 'from_hists', 'Recording', 'record_trace', 'round_off', 'entries_below', 'overflows',
            'flush_share', 'bell', 'as_trace', 'storm_of', 'hard_batches', 'random_storm', 'script', 'save_trace',
            'load_trace', 'observe', 'Flight', 'named_policies', 'fresh', 'replay', 'plot_flight', 'spoil',
-           'spoil_batches', 'fp32_step', 'weight_zeros', 'fly', 'check_survives', 'check_way_back',
-           'check_lost_octaves', 'check_scale_after']
+           'spoil_batches', 'fp32_step', 'fly', 'check_survives', 'check_way_back', 'check_lost_octaves',
+           'check_scale_after']
 
 # %% ../nbs/16_simulator.ipynb #786103e2
 import copy, json, math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch, torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn, Tensor
 
-from .dynamic import DynamicScaler
 from .formats import expect, get_format
 from .plots import CYCLE, log2_axis, log2_hist
-from .policies import POLICIES, get_policy
+from .policies import RULES, get_policy
 from .rounding import quantize
-from .scaler1 import LossScaler, Observation, valid_scale
-from .step1 import MixedStep
-from .toys import Data, Toy, batches, cross_entropy, fit, plain_step, predict, seed as run_seed, train_toy
+from .scaler import LossScaler, valid_scale
+from .step import MixedStep
+from .toys import Toy, batches, fit, get_toy, plain_step, predict, seed as run_seed, train_toy
 
 # %% ../nbs/16_simulator.ipynb #8c21adec
 @dataclass
@@ -245,15 +244,15 @@ def load_trace(
 
 # %% ../nbs/16_simulator.ipynb #079c465f
 def _statistic(trace, t, want, s, fmt):
-    "One entry of an observation: step t under scale s"
-    x = trace.amax[t].item()*s; kind = trace.kind[t]
+    "One statistic: step t under scale s"
+    x, kind = trace.amax[t].item()*s, trace.kind[t]
     over = not x < round_off(fmt)[0]
     if want == 'found_inf': return float(over)
-    if want == 'found_after': return float(s*2.**128 <= 1)                   # its inverse is infinite in FP32
+    if want == 'loss_finite': return float(math.isfinite(trace.amax[t]))     # no scale is to blame
     if want == 'amax': return x + math.inf if over else quantize(x, fmt)
-    if want == 'total': return (trace.counts[kind].sum() + trace.zeros[kind] + trace.broken[kind]).item()
+    if want == 'numel': return (trace.counts[kind].sum() + trace.zeros[kind] + trace.broken[kind]).item()
     if isinstance(want, tuple) and want[0] == 'above':
-        edge = min(want[1], round_off(fmt)[0])                               # what becomes infinite lies above any edge
+        edge = min(want[1], round_off(fmt)[0])                               # infinities lie above any edge
         now = Trace('', trace.amax[[t]], kind[None], trace.counts, trace.lo, trace.zeros, trace.broken, trace.bad[[t]])
         above = trace.counts[kind].sum().item() - entries_below(now, torch.tensor([edge/s])).item()
         return 0. if x < edge else max(above, x == x, trace.broken[kind].item()*(x == math.inf) + above)
@@ -264,12 +263,10 @@ def observe(
     t:int, # at which step
     scaler:LossScaler, # who is looking, and at which scale
     fmt='fp16', # of the backward pass
-)->Observation: # as `unscale_` would have made it
+)->dict: # {name: 0-dim tensor}, as the step would have counted
     "What a scaler would have seen"
-    if scaler.scale.numel() != 1:
-        raise ValueError('A trace has no layers: a scaler with a scale for each has to `fly`.')
-    names, s = ('found_inf', *sorted(scaler.wants - {'found_inf'}, key=str)), scaler.scale.item()
-    return Observation(names, torch.tensor([_statistic(trace, t, n, s, fmt) for n in names], dtype=torch.float32))
+    names, s = ('loss_finite', 'found_inf', *scaler.wants), scaler.scale.item()
+    return {n: torch.tensor(float(_statistic(trace, t, n, s, fmt))) for n in names}
 
 # %% ../nbs/16_simulator.ipynb #52ea2fe2
 @dataclass
@@ -312,7 +309,7 @@ def named_policies(
     policies=None, # a policy or several, by name or as scalers; a dict has names of your own; None: all published
 )->dict: # name -> what was given
     "A name for each policy, two of a kind kept apart"
-    if policies is None: policies = list(POLICIES)
+    if policies is None: policies = list(RULES)
     if isinstance(policies, (str, LossScaler)): policies = [policies]
     if not policies: raise ValueError('Nobody is on board: name at least one policy.')
     if isinstance(policies, dict): return dict(policies)
@@ -325,50 +322,58 @@ def named_policies(
 
 def fresh(
     policy:str|LossScaler, # a name, or a scaler, which is copied
-    start:float=None, # its first scale; None: its own
+    start:float=None, # its first scale, as far as its bounds allow; None: its own
 )->LossScaler:
     "A scaler that nobody has used"
-    if start is None: return copy.deepcopy(get_policy(policy))
-    first = dict(init_scale=valid_scale(start))
-    if not isinstance(policy, LossScaler): return get_policy(policy, **first)
-    if policy.hyper_names: return type(policy)(**{n: getattr(policy, n) for n in policy.hyper_names} | first)
-    made = copy.deepcopy(policy)
-    vars(made).update(first)
-    made.scale = torch.full_like(made.scale, start)
+    made = copy.deepcopy(get_policy(policy))
+    if start is None: return made
+    start = min(max(start, made.min_scale), made.max_scale)
+    made.set_extra_state(dict(config=made.config | dict(init_scale=start)))
+    made.scale.fill_(start)
     return made
 
 def _need_trace(storm):
     if not isinstance(storm, Trace):
         raise ValueError('A storm is a Trace: take hard_batches(), random_storm() or load_trace(path).')
 
-def _replay_one(scaler, trace, fmt):
-    "Scales before each step and after the last, which steps were lost, and why it gave up"
-    amax, kinds, edge, seen = trace.amax.tolist(), trace.kind.tolist(), round_off(fmt)[0], {}
-    scales, lost = [scaler.scale.item()], []
-    simple, after = scaler.wants == {'found_inf'}, 'found_after' in scaler.wants
-    for t,(x,kind) in enumerate(zip(amax, kinds)):
-        s = scales[-1]; over = not x*s < edge
-        key = over if simple else (kind, x, s)
-        if key not in seen: seen[key] = observe(trace, t, scaler, fmt)
-        lost.append(over or after and seen[key]['found_after'].item() > 0)
-        try: scaler.update(seen[key])
+def _by_rule(name, trace, start, fmt):
+    "A published rule on Python's numbers: scales, lost steps, and why it gave up"
+    rule, first = RULES[name]
+    s, edge, lost = SimpleNamespace(**first | ({} if start is None else dict(scale=start))), round_off(fmt)[0], []
+    scales = [s.scale]
+    for t, x in enumerate(trace.amax.tolist()):
+        lost.append(not x*s.scale < edge)
+        try: scales.append(rule(s, lost[-1]))
         except FloatingPointError as e: return scales, lost, f'step {t}: {e}'
+    return scales, lost, None
+
+def _by_scaler(scaler, trace, fmt):
+    "A scaler, asked and told at every step"
+    seen, scales, lost = {}, [scaler.scale.item()], []
+    for t, (x, kind) in enumerate(zip(trace.amax.tolist(), trace.kind.tolist())):
+        key = kind, x, scales[-1]
+        if key not in seen: seen[key] = observe(trace, t, scaler, fmt)
+        lost.append(seen[key]['found_inf'].item() > 0)
+        scaler.update(seen[key])
         scales.append(scaler.scale.item())
     return scales, lost, None
 
 def replay(
-    policies, # as for `named_policies`
+    policies, # as for `named_policies`; a name is the published rule, its mistakes and missing floors included
     trace:Trace, # the storm
     start:float=None, # the same first scale for all; None: each its own
     fmt='fp16', # of the backward pass
 )->Flight:
-    "Fly scalers through a recorded or made storm"
+    "Fly policies through a recorded or made storm"
     _need_trace(trace)
-    fleet, n = {k: fresh(p, start) for k,p in named_policies(policies).items()}, len(trace)
-    out = [_replay_one(s, trace, fmt) for s in fleet.values()]
-    scales = torch.tensor([s + [math.nan]*(n + 1 - len(s)) for s,_,_ in out], dtype=torch.float64)
-    lost = torch.tensor([l + [False]*(n - len(l)) for _,l,_ in out])
-    why = {k: w for k,(_,_,w) in zip(fleet, out) if w}
+    if start is not None: valid_scale(start, 2.**-126)
+    fleet, n = named_policies(policies), len(trace)
+    plain = [p for p in RULES if p != 'logmax']                              # who needs no magnitudes
+    out = {k: _by_rule(p, trace, start, fmt) if p in plain else _by_scaler(fresh(p, start), trace, fmt)
+           for k, p in fleet.items()}
+    scales = torch.tensor([s + [math.nan]*(n + 1 - len(s)) for s, _, _ in out.values()], dtype=torch.float64)
+    lost = torch.tensor([l + [False]*(n - len(l)) for _, l, _ in out.values()])
+    why = {k: w for k, (_, _, w) in out.items() if w}
     return Flight(tuple(fleet), scales, lost, trace.bad, why, flush_share(trace, scales[:, :-1], fmt))
 
 # %% ../nbs/16_simulator.ipynb #6b8035d0
@@ -440,68 +445,49 @@ def fp32_step(
         return dict(loss=loss.detach(), scale=1., skipped=0.)
     return step
 
-def weight_zeros(
-    model:nn.Module, # after a backward pass
-    watch:str='', # only parameters whose names begin so
-)->Tensor: # 0-dim float32
-    "Share of exact zeros among the gradients of weight matrices"
-    gs = [p.grad for n,p in model.named_parameters() if n.startswith(watch) and p.dim() > 1 and p.grad is not None]
-    if not gs: raise ValueError(f'No weight matrix with a gradient has a name that begins with {watch!r}.')
-    return sum((g == 0).sum() for g in gs)/sum(g.numel() for g in gs)
-
+# %% ../nbs/16_simulator.ipynb #8ad1c2f6
 def _bad_batches(storm, steps, alter):
     "Which batches of a flight go wrong"
-    if storm is None: return torch.zeros(steps or 300, dtype=torch.bool)
+    if storm is None: return torch.zeros(steps, dtype=torch.bool)
     _need_trace(storm)
     if alter is spoil and storm.amax[storm.bad].isfinite().any():
         raise ValueError('Bad steps of this storm are finite, and of a storm `fly` takes only which steps are bad: '
                          'give it an `alter` that makes batches as bad as you want them.')
-    steps = steps or len(storm)
-    return F.pad(storm.bad, (0, steps))[:steps]
+    return storm.bad
 
-# %% ../nbs/16_simulator.ipynb #8ad1c2f6
-def _one_flight(pilot, model, batches, opt, loss_func, schedule, clip, divisor, watch):
-    "Columns of a training, the last scale, and why it ended early"
-    rows, why, step = [], None, fp32_step(clip) if pilot == 'fp32' else MixedStep(pilot, clip=clip)
+def _one_flight(step, toy, weather, seed):
+    "Train: loss, scale, skipped and the share of zeros in the first layer's gradient, a list of each"
+    model, rows = toy.model(seed), []
+    first = next(p for p in model.parameters() if p.dim() > 1)
     def look(i, rec):
-        r = {k: float(rec[k]) for k in ('loss', 'scale', 'skipped')}
-        zeros = math.nan if r['skipped'] else weight_zeros(model, watch).item()
-        rows.append(dict(r, loss=r['loss']*divisor, zeros=zeros))
-    try: fit(model, batches, opt(model.parameters()), lambda p, y: loss_func(p, y)/divisor, step, schedule, look)
-    except FloatingPointError as e: why = f'step {len(rows)}: {e}'
-    cols = {k: [r[k] for r in rows] for k in ('loss', 'scale', 'skipped', 'zeros')}
-    cols['scale'].append(1. if pilot == 'fp32' else pilot.scale.item())
-    return cols, why
+        zeros = math.nan if rec['skipped'] else (first.grad == 0).float().mean().item()
+        rows.append(dict({k: float(rec[k]) for k in ('loss', 'scale', 'skipped')}, zeros=zeros))
+    fit(model, weather, toy.opt(model.parameters()), toy.loss_func, step, toy.schedule(toy.steps), look)
+    cols = {k: [r[k] for r in rows] for k in rows[0]}
+    scaler = getattr(step, 'scaler', None)
+    cols['scale'].append(1. if scaler is None else scaler.scale.item())
+    return cols
 
 def fly(
-    make_model:Callable, # seed -> a new model
-    data:Data, # what to train on
-    policies, # as for `named_policies`, and 'fp32'
-    storm:Trace=None, # says which batches go wrong, and no more: `like` and `factor` have no say; None: none does
-    steps:int=None, # as long as the storm, or 300
-    bs:int=256, # examples in a batch
-    opt:Callable=partial(torch.optim.Adam, lr=1e-2), # parameters -> optimizer
-    loss_func:Callable=cross_entropy, # (logits, targets) -> loss
-    schedule:Callable=None, # step -> factor of the learning rate
-    clip:float=None, # largest global norm of the unscaled gradients
-    divisor:float=1., # what the loss is divided by in training; the recorded one is not
+    toy:str|Toy, # what to train
+    policies, # as for `named_policies`; also 'fp32', and steps for `fit`
+    storm:Trace=None, # says how many steps, and which batches go wrong; None: none, and the toy's steps
+    start:float=None, # the same first scale for all scalers; None: each its own
     alter:Callable=spoil, # (inputs, generator=…) -> the inputs of a bad batch: how bad it is
-    watch:str='', # zeros are counted in weights whose names begin so
-    start:float=None, # the same first scale for all; None: each its own
     seed:int=0, # of weights, batches and what `alter` draws
 )->Flight:
-    "Train a model under each policy, through the same storm"
-    fleet = {k: p if p == 'fp32' else fresh(p, start) for k,p in named_policies(policies).items()}
-    bad = _bad_batches(storm, steps, alter)
-    steps = len(bad)
-    def flight(pilot):
-        weather = spoil_batches(batches(data, bs, steps, seed), bad, alter, seed)
-        return _one_flight(pilot, make_model(seed), weather, opt, loss_func, schedule, clip, divisor, watch)
-    flown = {k: flight(p) for k,p in fleet.items()}
-    def rows(key, n): return torch.tensor([c[key] + [math.nan]*(n - len(c[key])) for c,_ in flown.values()]).double()
-    stopped = {k: why for k,(_,why) in flown.items() if why}
-    return Flight(tuple(flown), rows('scale', steps + 1), rows('skipped', steps) > 0, bad, stopped,
-                  zeros=rows('zeros', steps), loss=rows('loss', steps))
+    "Train a toy under each policy, through the same storm; gradients are clipped to a norm of 1"
+    toy = get_toy(toy)
+    bad = _bad_batches(storm, toy.steps, alter)
+    def step_of(p):
+        if p == 'fp32': return fp32_step(1.)
+        return MixedStep(fresh(p, start), clip=1.) if isinstance(p, (str, LossScaler)) else p
+    def flight(p):
+        weather = spoil_batches(batches(toy.data(), toy.bs, len(bad), seed), bad, alter, seed)
+        return _one_flight(step_of(p), toy, weather, seed)
+    flown = {k: flight(p) for k, p in named_policies(policies).items()}
+    rows = {k: torch.tensor([f[k] for f in flown.values()]).double() for k in ('scale', 'skipped', 'zeros', 'loss')}
+    return Flight(tuple(flown), rows['scale'], rows['skipped'] > 0, bad, {}, zeros=rows['zeros'], loss=rows['loss'])
 
 # %% ../nbs/16_simulator.ipynb #c34a282f
 def check_survives(
@@ -537,6 +523,7 @@ def check_scale_after(
     for interval in (1, 2, 3, 5):
         for n in (0, 1, 4, 12, 40):
             bits = ''.join('1' if r < .3 else '0' for r in torch.rand(n, generator=dice).tolist())
-            policy, calm = DynamicScaler(2.**10, growth_interval=interval), torch.tensor([2.**-60])
+            policy = get_policy('dynamic', init_scale=2.**10, growth_interval=interval, hold=False, min_scale=2.**-99)
+            calm = torch.tensor([2.**-60])
             want = replay(policy, script(bits, like=calm)).scales[0, -1].log2().item() if bits else 10
             expect(f, [((bits, 10, interval), int(want))])

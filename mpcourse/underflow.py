@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (_disable_current_modes, _get_current_dispatch_mode_stack as _modes,
                                           _pop_mode, _push_mode, TorchDispatchMode)
 
-from .callback import valid_scheme, in_fit, MixedPrecisionCB, SCHEME_DTYPES
+from .callback import valid_scheme, within, in_fit, MixedPrecisionCB, SCHEME_DTYPES
 from .emulate import emulate, exact_loss, op_kind
 from .tensorcore import changed_args, open_op, tensors_in, fast_half
 from .formats import expect, get_format
@@ -634,16 +634,6 @@ def early_warning(
     return Verdict(level, reason, () if level == 'fine' else _advice(table, _headroom(df, kind, top), high), late, rise)
 
 # %% ../nbs/20_underflow.ipynb #c3162132
-class _EpochGuard:
-    "Stands for `learn._do_epoch`: a callback's hooks are there while it runs, and no longer, whatever happens"
-    def __init__(self, learn, cb): self.learn, self.cb = learn, cb
-    def __call__(self):
-        if self.cb not in self.learn.cbs: return type(self.learn)._do_epoch(self.learn)
-        try:
-            self.cb.enter()
-            type(self.learn)._do_epoch(self.learn)
-        finally: self.cb.leave()
-
 def _scaler_of(learn):
     "The scaler of a Learner's mixed-precision callback, ours or fastai's"
     found = [vars(cb).get('scaler') for cb in learn.cbs]
@@ -693,18 +683,18 @@ class MonitorCB(Callback):
             flush = flush_of(self.flush, self.learn) if isinstance(self.flush, str) else self.flush
             self.collector = TensorCollector(self.learn.model, writers=self.writers, flush=flush, **self.kwargs)
             self.collector.detach()
-        self.learn._do_epoch = _EpochGuard(self.learn, self)
+        self.learn._do_epoch = partial(within, self.one_epoch, self.learn, '_do_epoch')
 
-    def enter(self):
-        "Put the hooks on"
+    @contextmanager
+    def one_epoch(self):
+        "Hooks while an epoch runs, and no longer, whatever happens"
         c, learn = self.collector, self.learn
-        c.attach(learn.model)
         if 'opt' not in self.kwargs: c.opt = learn.opt
         if 'scaler' not in self.kwargs: c.scaler = _scaler_of(learn)
-
-    def leave(self):
-        "Take the hooks away"
-        self.collector.detach()
+        try:
+            c.attach(learn.model)
+            yield
+        finally: c.detach()
 
     def before_batch(self):
         "After a checkpoint was read the steps are counted on from there"

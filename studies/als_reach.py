@@ -9,8 +9,9 @@ from mpcourse.als import ALSScaler
 from mpcourse.policies import get_policy
 from mpcourse.step import MixedStep
 
-POLICY_STARTS = {'torch': partial(get_policy, 'torch'), 'Megatron': partial(get_policy, 'megatron'),
-                 'interval 100': partial(get_policy, 'torch', growth_interval=100), 'ALS': ALSScaler}
+POLICY_STARTS = {'torch': partial(get_policy, 'torch'),
+                 'interval 100': partial(get_policy, 'torch', growth_interval=100),
+                 'Megatron': partial(get_policy, 'megatron'), 'ALS': ALSScaler}
 ROWS = {f'{n}, / 2^{k}': (n, k) for k in (4, 18, 22, 34) for n in POLICY_STARTS}
 SEEDS = range(5)
 

@@ -14,10 +14,7 @@ CHAPTERS = [p for p in NBS if re.match(r'(0[1-9]|1\d|2[0-8])_', p.name)]
 # split from longer chapters, or not complete: the template is due when they are written anew
 BEGUN = {'05_tensorcore', '06_emulate', '18_hooks', '19_monitor', '20_underflow', '28_compare'}
 TOOLS = {'doctor', 'cli', 'all'}
-# the first protocol, beside the second until its last importer has moved: `all` brings the first, and layers count it where it was
-FIRST = {'scaler1': 10, 'step1': 11}
-LIBRARY = [m for m in NUMBER if m not in TOOLS | {m[:-1] for m in FIRST}]
-LAYER = NUMBER | FIRST
+LIBRARY = [m for m in NUMBER if m not in TOOLS]
 # without fastai: the modules that DESIGN.md marks so, as far as they are written
 LIGHT = '''plots formats rounding toys tensorcore emulate half master scaler step dynamic policies simulator gradscaler hooks
            unit unit_models fp8 doctor'''.split()
@@ -60,7 +57,7 @@ def test_no_orphan_module():
 def test_no_name_is_exported_twice_or_none():
     seen = {}
     for m in NUMBER:
-        if m == 'all' or m in FIRST: continue
+        if m == 'all': continue
         mod = importlib.import_module(f'mpcourse.{m}')
         for name in mod.__all__:
             assert name not in seen, f'{name} is exported by {seen.get(name)} and by {m}'
@@ -92,7 +89,7 @@ def test_all_brings_every_name_of_the_library():
 def test_imports_only_point_down(module):
     for name in internal_imports(tree(module)):
         assert name in NUMBER, f'{module} imports {name}, which no notebook exports'
-        if name != 'plots': assert LAYER[name] < LAYER[module], f'{module} ({LAYER[module]}) imports {name} ({LAYER[name]})'
+        if name != 'plots': assert NUMBER[name] < NUMBER[module], f'{module} ({NUMBER[module]}) imports {name} ({NUMBER[name]})'
 
 
 @sources

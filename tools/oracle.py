@@ -65,8 +65,10 @@ def by_learner(A, policy):
 
 def by_gradscaler(A, policy, fused):
     import torch
-    t, scaler = A.toy('deep_sigmoid', steps=40), A.make_gradscaler(A.make_scaler(policy, **SCALERS[policy]))
-    if policy == 'als': scaler.attach(t.model)
+    t = A.toy('deep_sigmoid', steps=40)
+    more = {} if A.FIRST else dict(model=t.model)
+    scaler = A.make_gradscaler(A.make_scaler(policy, **SCALERS[policy]), **more)
+    if A.FIRST and policy == 'als': scaler.attach(t.model)
     opt, rows = torch.optim.Adam(t.model.parameters(), lr=6e-3, fused=fused), []
     for xb, yb in t.batches:
         with torch.autocast('cpu', torch.float16): loss = t.loss_func(t.model(xb), yb)

@@ -12,13 +12,13 @@ FIRST = importlib.util.find_spec('mpcourse.static') is not None         # is thi
 PLACES = dict(StaticScaler=('static', 'scaler'), MixedStep=('static', 'step'), unscale_=('static', 'step'),
               get_policy=('policies', 'policies'), ALSScaler=('als', 'als'), GradScaler=('gradscaler', 'gradscaler'),
               fast_half=('emulate', 'tensorcore'), named_gradients=('static', 'step'), take_step=('static', 'step'),
-              judge=('static', 'step1'), master_gradients=('static', 'step1'), get_master=('master', 'master'),
+              get_master=('master', 'master'),
               to_model_params=('master', 'master'), to_master_grads=('master', 'master'), get_toy=('toys', 'toys'),
               batches=('toys', 'toys'), tensor_dls=('callback', 'callback'),
               MixedPrecisionCB=('callback', 'callback'), CheckpointCB=('callback', 'checkpoint'),
               save_training_state=('master', 'checkpoint'), load_training_state=('master', 'checkpoint'),
               model_to_half=('half', 'half'), model_to_float=('half', 'half'), unit_scale=('unit_models',)*2,
-              simulate_fp8=('fp8', 'fp8'), quantize=('rounding', 'rounding'), Observation=('static', 'scaler1'))
+              simulate_fp8=('fp8', 'fp8'), quantize=('rounding', 'rounding'), Observation=('static', 'static'))
 ARGUMENTS = dict(min_scale='floor', max_scale='ceiling')                # as the design names them: as they are named
 
 

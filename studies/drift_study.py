@@ -1,0 +1,76 @@
+"""Does the right scale move far enough during a training to matter? (chapter 16)
+
+The ReLU net learns 128 digits by heart with Adam (eps 2^-100), so its loss, and its gradients, go to zero.
+`zero`: as it is. `hot`: at fifteen times the learning rate. `cold`: the loss is multiplied by a temperature
+that falls from 1 to 2^-40 in the first half; `cold, quick Adam`: the same with betas of .5 and .9, since
+Adam's usual beta2 of .999 forgets one octave in 1,386 steps.
+"""
+from dataclasses import replace
+from functools import partial
+
+import torch
+from mpcourse.dynamic import DynamicScaler
+from mpcourse.policies import get_policy
+from mpcourse.scaler import StaticScaler
+from mpcourse.simulator import Recording, fp32_step
+from mpcourse.step import MixedStep
+from mpcourse.toys import batches, digits, get_toy, train_toy
+
+POLICIES = {'FP32': None, 'measured': None, 'torch': lambda: get_policy('torch'), 'fastai': lambda: get_policy('fastai'),
+            'interval 100': lambda: DynamicScaler(growth_interval=100),
+            'interval 10': lambda: DynamicScaler(growth_interval=10)}
+KINDS = {'zero': (1000, 2e-3, (.9, .999)), 'hot': (1000, .03, (.9, .999)),
+         'cold': (1000, 2e-3, (.9, .999)), 'cold, quick Adam': (1000, 2e-3, (.5, .9))}
+ROWS = [f'{kind}: {policy}' for kind in KINDS for policy in POLICIES]
+SEEDS = range(3)
+
+
+def few(device='cpu'):
+    "128 digits to learn by heart"
+    whole = digits(device)
+    return replace(whole, train=tuple(t[:128] for t in whole.train))
+
+
+class Cooling:
+    "A loss times a temperature that falls by 40 octaves in the first half of a training, and stays there"
+    def __init__(self, loss_func, steps): self.loss_func, self.steps, self.at = loss_func, steps, 0
+
+    def __call__(self, pred, y):
+        loss = self.loss_func(pred, y)
+        if not torch.is_grad_enabled(): return loss
+        self.at += 1
+        return loss*2.**(-40*min(2*(self.at - 1)/self.steps, 1))
+
+
+def problem(kind):
+    "The toy of a kind"
+    steps, lr, betas = KINDS[kind]
+    toy = replace(get_toy('relu_mlp'), data=few, bs=128, steps=steps,
+                  opt=partial(torch.optim.Adam, lr=lr, betas=betas, eps=2.**-100))
+    return replace(toy, loss_func=Cooling(toy.loss_func, steps)) if 'cold' in kind else toy
+
+
+def step_for(policy, toy, seed):
+    "FP32, a scale measured on the first batch, or a policy"
+    if policy == 'FP32': return fp32_step()
+    if policy != 'measured': return MixedStep(POLICIES[policy]())
+    first = next(iter(batches(toy.data(), toy.bs, 1, seed)))
+    return MixedStep(StaticScaler.measured(toy.model(seed), first, get_toy(toy.name).loss_func))
+
+
+def run(row, seed):
+    "Octaves by which the largest gradient rose, then fell; log2 of the last loss; accuracy; log2 scale; skipped"
+    kind, policy = row.split(': ')
+    toy = problem(kind)
+    rec = Recording(step_for(policy, toy, seed))
+    got = train_toy(toy, rec, seed)
+    log = torch.tensor(rec.amax).log2()
+    log = log[log.isfinite()]
+    loss = torch.tensor(got.loss*(2.**40 if 'cold' in kind else 1.)).log2()
+    return dict(rose=log.max() - log[0], fell=log.max() - log[-20:].median(), loss=loss, acc=got.acc,
+                scale=torch.tensor(got.history['scale'][-1]).log2(), skipped=sum(got.history['skipped']))
+
+
+if __name__ == '__main__':
+    from runner import main
+    main(run, ROWS, SEEDS)
