@@ -63,7 +63,7 @@ def within(
     learn:Learner, # whose method it is
     method:str, # '_do_fit' or '_do_one_batch'
 ):
-    "Call a Learner's own method within a context"
+    "Call the method of a Learner's class within a context"
     with context(): getattr(type(learn), method)(learn)
 
 # %% ../nbs/12_callback.ipynb #d2457219
