@@ -377,16 +377,28 @@ def replay(
     return Flight(tuple(fleet), scales, lost, trace.bad, why, flush_share(trace, scales[:, :-1], fmt))
 
 # %% ../nbs/16_simulator.ipynb #6b8035d0
-LINE_LOOKS = [dict(color=c, ls=ls) for ls in ('-', (0, (4, 1.5)), (0, (1.2, 1.2))) for c in CYCLE]
+LINE_LOOKS = [dict(color=c, ls=ls) for ls in ('-', '--') for c in CYCLE]
 LABELS = dict(scales='loss scale', flushed='share flushed to zero', zeros='share of zero gradients', loss='loss')
+
+def _name_lines(ax, ends, gap=.07):
+    "Write (name, last value, colour) of each line to the right of it, pushed apart where lines end close together"
+    ax.get_ylim()                                        # settles the limits, so that heights are known
+    def height(end): return ax.transAxes.inverted().transform(ax.transData.transform((0, end[1])))[1]
+    ends = sorted(ends, key=height)
+    heights = [height(end) for end in ends]
+    for i in range(1, len(ends)): heights[i] = max(heights[i], heights[i - 1] + gap)
+    top = 1. + gap
+    for i in reversed(range(len(ends))): top = heights[i] = min(heights[i], top - gap)
+    for (name, _, color), y in zip(ends, heights):
+        ax.text(1.01, y, name, color=color, fontsize=8, va='center', transform=ax.transAxes)
 
 def plot_flight(
     flight:Flight, # from `replay` or `fly`
     what:str='scales', # or 'flushed', 'zeros', 'loss'
     ax=None, # a matplotlib Axes; a new one if None
     names=None, # of the policies to draw; all if None
-):  # the Axes
-    "A line for each policy, or for several that did the same; a tick at the foot for each bad step"
+):  # the Axes; set its limits before, since the names stand where the lines end
+    "A line for each policy, or for several that did the same, named at its end; a tick at the foot for each bad step"
     import matplotlib.pyplot as plt
     if what not in LABELS or getattr(flight, what) is None:
         has = ', '.join(n for n in LABELS if getattr(flight, n) is not None)
@@ -394,17 +406,23 @@ def plot_flight(
     names = flight.names if names is None else [names] if isinstance(names, str) else names
     if says := flight.missing(names): raise ValueError(says)
     if ax is None: ax = plt.subplots()[1]
-    lines = {}
-    for name,row in zip(flight.names, getattr(flight, what)):
+    lines, ends = {}, []
+    for name, row in zip(flight.names, getattr(flight, what)):
         if name in names: lines.setdefault(row.nan_to_num(-1.).numpy().tobytes(), ([], row))[0].append(name)
-    for who,row in lines.values():
-        look = LINE_LOOKS[flight.names.index(who[0]) % len(LINE_LOOKS)]
+    for i, (who, row) in enumerate(lines.values()):
         row = row.where(row > 0, math.nan) if what == 'scales' else row
-        ax.plot(row, drawstyle='steps-post', label=', '.join(who), lw=1.4, **look)
+        name = ', '.join(f'{n} (gave up)' if n in flight.stopped else n for n in who)
+        look = LINE_LOOKS[list(names).index(who[0]) % len(LINE_LOOKS)]
+        ax.plot(row, drawstyle='steps-post', label=name, lw=2.8 - 1.6*i/len(lines), **look)
+        seen = row[row.isfinite()]
+        if len(seen): ends.append((name, seen[-1].item(), look['color']))
     bad = flight.bad.nonzero().flatten()
     ax.plot(bad, [.015]*len(bad), '|', color='#b00020', ms=7, alpha=.6, transform=ax.get_xaxis_transform())
-    if what == 'scales': log2_axis(ax, 'y')
-    ax.set(xlabel='step', ylabel=LABELS[what]); ax.legend(fontsize=8)
+    ax.set(xlabel='step', ylabel=LABELS[what])
+    if what == 'scales':
+        low, high = log2_axis(ax, 'y').get_ylim()
+        log2_axis(ax, 'y', 4 if high/low < 2.**40 else 16)
+    _name_lines(ax, ends)
     return ax
 
 # %% ../nbs/16_simulator.ipynb #17403beb

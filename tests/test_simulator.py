@@ -333,14 +333,29 @@ def test_every_scaler_survives_a_long_storm(name):
 def test_plot():
     import matplotlib.pyplot as plt
     f = replay(['torch', 'metaseq'], hard_batches(3, 5, 100), start=2.**16)
-    ax = plot_flight(f); names = [t.get_text() for t in ax.get_legend().get_texts()]
-    assert names == ['torch', 'metaseq'] and len(ax.lines) == 3 and ax.lines[2].get_xdata().tolist() == [5, 6, 7]
+    ax = plot_flight(f)
+    assert [t.get_text() for t in ax.texts] == ['torch', 'metaseq'] and ax.get_legend() is None
+    assert len(ax.lines) == 3 and ax.lines[2].get_xdata().tolist() == [5, 6, 7]
     twins = plot_flight(replay({'a': 'torch', 'b': 'torch'}, script('010')))
-    assert [t.get_text() for t in twins.get_legend().get_texts()] == ['a, b']
+    assert [t.get_text() for t in twins.texts] == ['a, b']
+    quitter = plot_flight(replay('deepspeed', script('1'*40)))
+    assert [t.get_text() for t in quitter.texts] == ['deepspeed (gave up)']
     assert len(plot_flight(f, 'flushed', names=['torch']).lines) == 2
     assert len(plot_flight(f, names='torch').lines) == 2
     with pytest.raises(ValueError, match="no 'loss': it has scales, flushed"): plot_flight(f, 'loss')
     with pytest.raises(ValueError, match="'nobody' did not fly; there are torch, metaseq."): plot_flight(f, names=['torch', 'nobody'])
+    plt.close('all')
+
+
+def test_names_stand_beside_their_lines_and_apart():
+    import matplotlib.pyplot as plt
+    f = replay(None, random_storm(.01, 2000), start=2.**16)
+    ax = plot_flight(f)
+    ys = [t.get_position()[1] for t in ax.texts]
+    assert len(ys) > 6 and max(ys) <= 1 and all(b - a > .06 for a, b in zip(ys, ys[1:]))
+    alone = plot_flight(f, names='torch')
+    at = alone.transAxes.transform((0, alone.texts[0].get_position()[1]))[1]
+    assert abs(at - alone.transData.transform((0, f['torch'][-1].item()))[1]) < 1
     plt.close('all')
 
 
