@@ -392,6 +392,14 @@ def _name_lines(ax, ends, gap=.07):
     for (name, _, color), y in zip(ends, heights):
         ax.text(1.01, y, name, color=color, fontsize=8, va='center', transform=ax.transAxes)
 
+def _lines(flight, what, names):
+    "(policies, values) of each line; policies that did the same share one"
+    lines = {}
+    for name, row in zip(flight.names, getattr(flight, what)):
+        if what == 'scales': row = row.where(row > 0, math.nan)
+        if name in names: lines.setdefault(row.nan_to_num(-1.).numpy().tobytes(), ([], row))[0].append(name)
+    return list(lines.values())
+
 def plot_flight(
     flight:Flight, # from `replay` or `fly`
     what:str='scales', # or 'flushed', 'zeros', 'loss'
@@ -406,11 +414,8 @@ def plot_flight(
     names = flight.names if names is None else [names] if isinstance(names, str) else names
     if says := flight.missing(names): raise ValueError(says)
     if ax is None: ax = plt.subplots()[1]
-    lines, ends = {}, []
-    for name, row in zip(flight.names, getattr(flight, what)):
-        if name in names: lines.setdefault(row.nan_to_num(-1.).numpy().tobytes(), ([], row))[0].append(name)
-    for i, (who, row) in enumerate(lines.values()):
-        row = row.where(row > 0, math.nan) if what == 'scales' else row
+    lines, ends = _lines(flight, what, names), []
+    for i, (who, row) in enumerate(lines):
         name = ', '.join(f'{n} (gave up)' if n in flight.stopped else n for n in who)
         look = LINE_LOOKS[list(names).index(who[0]) % len(LINE_LOOKS)]
         ax.plot(row, drawstyle='steps-post', label=name, lw=2.8 - 1.6*i/len(lines), **look)
