@@ -253,9 +253,11 @@ def _statistic(trace, t, want, s, fmt):
     if want == 'numel': return (trace.counts[kind].sum() + trace.zeros[kind] + trace.broken[kind]).item()
     if isinstance(want, tuple) and want[0] == 'above':
         edge = min(want[1], round_off(fmt)[0])                               # infinities lie above any edge
+        if x < edge: return 0.
         now = Trace('', trace.amax[[t]], kind[None], trace.counts, trace.lo, trace.zeros, trace.broken, trace.bad[[t]])
         above = trace.counts[kind].sum().item() - entries_below(now, torch.tensor([edge/s])).item()
-        return 0. if x < edge else max(above, x == x, trace.broken[kind].item()*(x == math.inf) + above)
+        if x == math.inf: above += trace.broken[kind].item()
+        return max(above, float(x == x))                                     # the largest one, unless it is NaN
     raise ValueError(f'A trace of gradient magnitudes cannot tell {want!r}: let this policy `fly`.')
 
 def observe(
