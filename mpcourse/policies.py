@@ -138,7 +138,7 @@ def follow_rule(
     start:dict=None, # where the rule's numbers begin, if not at its defaults: {'scale': 2.**16}
     **numbers, # of the rule: interval, hysteresis …
 )->list: # the scale after each step
-    "A published rule, in numbers of Python's, on a trace of overflows"
+    "A published rule, in plain Python, on a trace of overflows"
     rule, first = RULES[name]
     s = SimpleNamespace(**first | (start or {}))
     return [rule(s, bool(int(f)), **numbers) for f in found]
@@ -235,7 +235,7 @@ class LogMaxScaler(LossScaler):
         amax, b1, b2 = stats['amax']*self.inv_scale(), self.beta1, self.beta2
         bad, silent = (stats['found_inf'] != 0) | ~amax.isfinite(), amax == 0
         x = torch.where(bad, self.overflow_as, amax.log2())
-        x = torch.where(silent & ~bad, self.mean, x)         # gradients of zero say nothing
+        x = torch.where(silent & ~bad, self.mean, x)         # zero has no logarithm
         self.steps = self.steps + (bad | ~silent)
         def mix(old, new, b): return torch.where(silent & ~bad, old, b*old + (1 - b)*new)
         self.mean, self.slow = mix(self.mean, x, b1), mix(self.slow, x, b2)
@@ -284,10 +284,10 @@ def megatron_scaler(
 )->LossScaler: # or None, where Megatron uses none
     "The scaler that Megatron-LM would take; ValueError for FP16 and BF16 at once"
     if fp16 and bf16: raise ValueError('fp16 and bf16 cannot both be True: choose one.')
-    if not (fp16 or bf16): return None
-    if loss_scale is not None: return StaticScaler(loss_scale)
+    if loss_scale is not None and (fp16 or bf16): return StaticScaler(loss_scale)
+    if not fp16: return None
     return get_policy('megatron', init_scale=initial_loss_scale, min_scale=min_loss_scale,
-                      growth_interval=loss_scale_window, hysteresis=hysteresis) if fp16 else None
+                      growth_interval=loss_scale_window, hysteresis=hysteresis)
 
 # %% ../nbs/15_policies.ipynb #check72
 def check_first_growth(
@@ -334,4 +334,4 @@ def check_own_policy(
     nowhere = {n: torch.empty((), device='meta') for n in ('found_inf', 'loss_finite')}
     try: f().to('meta').update(nowhere)
     except Exception as e:
-        raise AssertionError(f'A value was read on the way ({e}): use torch.where.') from e
+        raise AssertionError(f'A value was read on the way ({e}): decide with tensors only.') from e
