@@ -415,7 +415,7 @@ class CheckpointCB(Callback):
         "The training is complete"
         if trains(self.learn): self.file.unlink(missing_ok=True)
 
-# %% ../nbs/13_checkpoint.ipynb #c13a0053
+# %% ../nbs/13_checkpoint.ipynb #c13a0054
 def check_whole_write(
     f, # (Path, bytes) -> None
 ):
@@ -435,7 +435,7 @@ def check_whole_write(
         there = path.read_bytes()
         assert there == b'second', f'Killed before the rename, and the file holds {there}.'
 
-# %% ../nbs/13_checkpoint.ipynb #c13a0058
+# %% ../nbs/13_checkpoint.ipynb #c13a0059
 def check_frozen(
     f, # () -> function
 ):
@@ -453,7 +453,7 @@ def check_frozen(
                 assert a == b, f'{name} drew {a:.4f}, and after going back {b:.4f}.'
     finally: set_random_states(before)
 
-# %% ../nbs/13_checkpoint.ipynb #c13a005d
+# %% ../nbs/13_checkpoint.ipynb #c13a005e
 def _scheduled(n):
     "A small training with dropout: (model, opt, sched)"
     torch.manual_seed(n)

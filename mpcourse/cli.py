@@ -69,9 +69,12 @@ def fleet(
     names: list|None, # of policies; None: all published ones
 ) -> dict: # name -> a name or a scaler
     "Who flies: published rules, scalers, and automatic loss scaling, which sees weights' gradients only here"
-    from mpcourse.als import ALSScaler
     from mpcourse.simulator import named_policies
-    return {n: ALSScaler(activations=False) if p == 'als' else p for n, p in named_policies(names).items()}
+    flying = named_policies(names)
+    if 'als' in flying:                     # here: it needs fastai
+        from mpcourse.als import ALSScaler
+        flying['als'] = ALSScaler(activations=False)
+    return flying
 
 def replay_command(
     args: argparse.Namespace, # policies, start, out, and what `storm_from` reads

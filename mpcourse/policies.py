@@ -20,7 +20,7 @@ from .dynamic import DynamicScaler, valid_number, valid_steps
 from .scaler import LossScaler, StaticScaler
 
 # %% ../nbs/15_policies.ipynb #72f3d1bd
-def logmax_rule(s, bad, amax=None, overflow_as=2.**16):
+def logmax_rule(s, bad, amax=None, overflow_as=2.**16): # s.scale, s.step, s.mean …
     "OpenSeq2Seq's LogMaxScaler; amax is the largest scaled gradient. 16 was meant for an overflow"
     x = overflow_as if bad else log2(amax/s.scale)
     s.step += 1
@@ -32,35 +32,35 @@ def logmax_rule(s, bad, amax=None, overflow_as=2.**16):
     return s.scale
 
 # %% ../nbs/15_policies.ipynb #87607766
-def torch_rule(s, bad, interval=2000):
+def torch_rule(s, bad, interval=2000): # s.scale, s.clean
     "torch.amp.GradScaler: torch/amp/grad_scaler.py and ATen's AmpKernels.cu"
     s.clean = 0 if bad else s.clean + 1
     if bad: s.scale /= 2
     if s.clean == interval: s.scale, s.clean = s.scale*2, 0
     return s.scale
 
-def fastai_rule(s, bad, interval=500):
+def fastai_rule(s, bad, interval=500): # s.scale, s.clean
     "fastai's NonNativeMixedPrecision, callback/fp16.py: an overflow does not start the count anew"
     if not bad: s.clean += 1
     if bad: s.scale /= 2
     elif s.clean == interval: s.scale, s.clean = s.scale*2, 0
     return s.scale
 
-def apex_amp_rule(s, bad, interval=2000, largest=2.**24):
+def apex_amp_rule(s, bad, interval=2000, largest=2.**24): # s.scale, s.clean
     "apex.amp, apex/amp/scaler.py, removed in 2025; its argument scale_factor was ignored"
     s.clean = 0 if bad else s.clean + 1
     if bad: s.scale /= 2
     if s.clean == interval: s.scale, s.clean = min(s.scale*2, largest), 0
     return s.scale
 
-def apex_legacy_rule(s, bad, interval=1000, smallest=1.):
+def apex_legacy_rule(s, bad, interval=1000, smallest=1.): # s.scale, s.since
     "apex.fp16_utils, fp16_utils/loss_scaler.py, removed in 2025; forebear of Megatron-LM's"
     s.since = 0 if bad else s.since + 1
     if bad: s.scale = max(s.scale/2, smallest)
     elif s.since % interval == 0: s.scale *= 2
     return s.scale
 
-def backoff_rule(s, bad, interval=2000, smallest=1., largest=2.**14):
+def backoff_rule(s, bad, interval=2000, smallest=1., largest=2.**14): # s.scale, s.since
     "OpenSeq2Seq's BackoffScaler, optimizers/automatic_loss_scaler.py"
     s.since = 0 if bad else s.since + 1
     if bad: s.scale /= 2
@@ -69,7 +69,7 @@ def backoff_rule(s, bad, interval=2000, smallest=1., largest=2.**14):
     return s.scale
 
 # %% ../nbs/15_policies.ipynb #ec528eb7
-def megatron_rule(s, bad, interval=1000, hysteresis=2, smallest=1.):
+def megatron_rule(s, bad, interval=1000, hysteresis=2, smallest=1.): # s.scale, s.clean, s.left
     "Megatron-LM's DynamicGradScaler, megatron/core/optimizer/grad_scaler.py"
     s.clean = 0 if bad else s.clean + 1
     if bad: s.left -= 1
@@ -77,7 +77,7 @@ def megatron_rule(s, bad, interval=1000, hysteresis=2, smallest=1.):
     if s.clean == interval: s.scale, s.clean, s.left = s.scale*2, 0, hysteresis
     return s.scale
 
-def apex_hysteresis_rule(s, bad, interval=2000, hysteresis=2):
+def apex_hysteresis_rule(s, bad, interval=2000, hysteresis=2): # s.scale, s.clean, s.left
     "Apex' kernel, csrc/update_scale_hysteresis.cu (it has no defaults: these are torch's, and 2)"
     s.clean = 0 if bad else s.clean + 1
     s.left = s.left - 1 if bad else hysteresis
@@ -85,7 +85,7 @@ def apex_hysteresis_rule(s, bad, interval=2000, hysteresis=2):
     if s.clean == interval: s.scale, s.clean = s.scale*2, 0
     return s.scale
 
-def deepspeed_rule(s, bad, interval=1000, hysteresis=2, smallest=1., consecutive=False):
+def deepspeed_rule(s, bad, interval=1000, hysteresis=2, smallest=1., consecutive=False): # s.scale …
     "DeepSpeed's DynamicLossScaler, deepspeed/runtime/fp16/loss_scaler.py; at its minimum it raises"
     if bad and s.left > 1: s.left -= 1
     elif bad and s.scale == smallest: raise FloatingPointError(f'The scale is at {smallest:g}.')
@@ -97,7 +97,7 @@ def deepspeed_rule(s, bad, interval=1000, hysteresis=2, smallest=1., consecutive
     return s.scale
 
 # %% ../nbs/15_policies.ipynb #9ad2a35a
-def fairseq_rule(s, bad, interval=2000, tolerance=0., smallest=1e-4):
+def fairseq_rule(s, bad, interval=2000, tolerance=0., smallest=1e-4): # s.scale …
     "fairseq's DynamicLossScaler, fairseq/optim/dynamic_loss_scaler.py; at its minimum it raises"
     s.step += 1
     if bad:
@@ -109,7 +109,7 @@ def fairseq_rule(s, bad, interval=2000, tolerance=0., smallest=1e-4):
         s.scale, s.moved = s.scale*2, s.step
     return s.scale
 
-def metaseq_rule(s, bad, smallest=2.**-5):
+def metaseq_rule(s, bad, smallest=2.**-5): # s.scale, s.since, s.window
     "metaseq's DynamicLossScaler, metaseq/optim/dynamic_loss_scaler.py: a window that follows"
     s.since = 0 if bad else s.since + 1
     if bad:

@@ -8,6 +8,7 @@ __all__ = ['valid_scale', 'LossScaler', 'StaticScaler', 'is_maximum', 'reduce_st
 
 # %% ../nbs/10_scaler.ipynb #c28abb2c
 import warnings
+from inspect import signature
 from math import floor, frexp, log2
 
 import torch, torch.distributed as dist
@@ -45,6 +46,9 @@ class LossScaler(nn.Module):
         **config, # other arguments of the policy's constructor: attributes, too, and in the state
     ):
         super().__init__()
+        ours = [c for c in type(self).__mro__ if issubclass(c, LossScaler)]
+        wrong = config.keys() - {n for c in ours for n in signature(c.__init__).parameters}
+        if wrong: raise ValueError(f'{type(self).__name__} has no {", ".join(wrong)}.')
         if not 2.**-126 <= min_scale <= max_scale <= 2.**127:
             raise ValueError(f'Scales from {min_scale} to {max_scale}: take 2^-126 to 2^127.')
         bounds = dict(min_scale=min_scale, max_scale=max_scale)

@@ -1,6 +1,5 @@
 "Trainings that end at any moment: what is on the disk then, what goes on from it; kills with SIGKILL are in promises/test_3_resume.py"
 import os, random, resource, signal, time  # noqa: F401, the code of ranks uses them all
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ from fastai.callback.all import GradientAccumulation, MixUp, SaveModelCallback
 from fastai.losses import FocalLossFlat, LabelSmoothingCrossEntropyFlat
 from fastai.metrics import accuracy
 
-import mpcourse.checkpoint as M
 from mpcourse.callback import quiet_fit, tensor_dls
 from mpcourse.checkpoint import CheckpointCB, save_training_state
 from mpcourse.scaler import StaticScaler

@@ -10,7 +10,7 @@ from mpcourse.dynamic import DynamicScaler
 from mpcourse.formats import same_bits
 from mpcourse.gradscaler import GradScaler
 from mpcourse.policies import POLICIES as BY_NAME, get_policy
-from mpcourse.scaler import LossScaler, StaticScaler
+from mpcourse.scaler import StaticScaler
 
 Torch = torch.amp.GradScaler
 library = pytest.mark.library

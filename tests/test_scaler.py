@@ -390,3 +390,8 @@ def test_a_policy_is_written_from_contributings_paragraph():
     twin = LogMax()
     twin.load_state_dict(scaler.state_dict())
     assert twin.scale == scaler.scale
+
+
+@pytest.mark.parametrize('make', [StaticScaler, Torch, ALS])
+def test_an_argument_that_nobody_has_is_refused(make):
+    with pytest.raises(ValueError, match='nonsense'): make(nonsense=1)

@@ -121,7 +121,7 @@ M = [Mutant(*row) for row in (
     ('checkpoint', "p.grad = torch.zeros_like(p) if n in state['grads'] else None", 'pass', 'checkpoint', 'long_ago'),
     ('checkpoint', "if mine[0] != newest: os.replace", 'if False: os.replace', 'checkpoint', 'two_ranks'),
     ('checkpoint', "self.whole = True", "pass", 'checkpoint', 'so_many_steps'),
-    ('checkpoint', "def before_batch(self): self.whole = False", "def before_batch(self): self.whole = True", 'checkpoint', 'accumulate'),
+    ('checkpoint', "        self.whole = False\n", "        self.whole = True\n", 'checkpoint', 'accumulate'),
     # growth and back-off
     ('dynamic', "bad = stats['found_inf'] != 0 ", "bad = stats['found_inf'] > 0 ", 'dynamic', 'torchs'),
     ('dynamic', 'back = bad & (left <= 0)', 'back = bad & (left < 0)', 'dynamic', 'torchs'),
