@@ -709,19 +709,20 @@ def test_a_grad_scale_that_the_user_set_is_multiplied_in():
 
 
 @library
-@pytest.mark.filterwarnings('ignore:GradScaler is going to stop:FutureWarning')
 def test_an_optimizer_of_the_old_contract_gets_the_scaler():
     class Old(SGD):
         def __init__(self, ps): super().__init__(ps, lr=1.); self._step_supports_amp_scaling = True
         def step(self, closure=None, grad_scaler=None):
             grad_scaler.unscale_(self); self.found = sum(v.item() for v in grad_scaler._found_inf_per_device(self).values())
             return None if self.found else super().step()
-    for s in (GradScaler(init_scale=2.), Torch('cpu', init_scale=2.)):
-        s, opt, p = fresh(s, make_opt=Old)
-        s.step(opt); s.update()
-        assert p.tolist() == [.5, .5] and opt.found == 0
-        s, opt, p = fresh(s, grad=INF, make_opt=Old); s.step(opt); s.update()
-        assert p.tolist() == [1., 1.] and s.get_scale() == 1.
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        for s in (GradScaler(init_scale=2.), Torch('cpu', init_scale=2.)):
+            s, opt, p = fresh(s, make_opt=Old)
+            s.step(opt); s.update()
+            assert p.tolist() == [.5, .5] and opt.found == 0
+            s, opt, p = fresh(s, grad=INF, make_opt=Old); s.step(opt); s.update()
+            assert p.tolist() == [1., 1.] and s.get_scale() == 1.
 
 
 # --- who waits ---
