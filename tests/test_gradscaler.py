@@ -410,7 +410,8 @@ def test_copies_go_their_own_way(policy, how):
 @library
 @pytest.mark.parametrize('started', [False, True])
 def test_torchs_state_is_loaded_and_ours_by_torch(started):
-    theirs = Torch('cpu', init_scale=2.**9, growth_factor=4., backoff_factor=.25, growth_interval=5); bad_steps(theirs, PATTERN[:9])
+    theirs = Torch('cpu', init_scale=2.**40, growth_factor=4., backoff_factor=.25, growth_interval=5)
+    bad_steps(theirs, PATTERN[:9])
     ours = GradScaler()
     if started: bad_steps(ours, '1')
     ours.load_state_dict(theirs.state_dict())
