@@ -43,13 +43,15 @@ class DynamicScaler(LossScaler):
         growth_factor:float=2., # above 1
         backoff_factor:float=.5, # between 0 and 1
         growth_interval:int=2000, # clean steps before the scale grows
-        hysteresis:int=1, # the overflow that backs off: 1 is no patience
-        refill:str='growth', # when patience returns: as the scale 'growth's, or after a 'clean' step
+        hysteresis:int=1, # the scale falls at the overflow with this number: 1 is no patience
+        refill:str='growth', # what brings patience back: 'growth' of the scale, or any 'clean' step
         consecutive:bool=True, # does an overflow start the count of clean steps anew?
         **config, # hold, min_scale and max_scale, as for LossScaler
     ):
-        valid_number('growth_factor', growth_factor, lambda x: x > 1, 'the scale has to grow, take 2')
-        valid_number('backoff_factor', backoff_factor, lambda x: 0 < x < 1, 'it has to shrink, take 0.5')
+        valid_number('growth_factor', growth_factor, lambda x: x > 1,
+                     'the scale has to grow, take 2')
+        valid_number('backoff_factor', backoff_factor, lambda x: 0 < x < 1,
+                     'the scale has to shrink, take 0.5')
         valid_steps('growth_interval', growth_interval, 2000)
         valid_steps('hysteresis', hysteresis, 2)
         if refill not in ('growth', 'clean'):
@@ -91,7 +93,7 @@ def from_megatron(
     state:dict, # state_dict() of Megatron's DynamicGradScaler: it has no hyper-parameters
     growth_interval:int=1000, # Megatron's `loss_scale_window`
     hysteresis:int=2, # Megatron's
-    **config, # other arguments of DynamicScaler
+    **config, # other arguments of DynamicScaler; hold is False if not given
 )->DynamicScaler: # that goes on where Megatron's was
     "Read a checkpoint of Megatron's scaler; ValueError where it is not one"
     keys = ('growth_tracker', 'hysteresis_tracker')
@@ -107,8 +109,8 @@ def check_lost_steps(
     f, # (int, float) -> int
 ):
     "Check exercise 1 of chapter 14"
-    expect(f, [((16, 1.), 1), ((15, 1.), 0), ((32, .01), 10), ((24, 65520/2.**20), 5), ((24, 65519/2.**20), 4),
-               ((4, 1e-9), 0)])
+    expect(f, [((16, 1.), 1), ((15, 1.), 0), ((32, .01), 10), ((24, 65520/2.**20), 5),
+               ((24, 65519/2.**20), 4), ((4, 1e-9), 0)])
 
 # %% ../nbs/14_dynamic.ipynb #94231d9d
 def check_dynamics(
@@ -117,7 +119,8 @@ def check_dynamics(
     "Check exercise 2 of chapter 14"
     def bits(s): return [c == '1' for c in s]
     expect(f, [((bits('1001010010'), 24, 3, 0), [23, 23, 23, 22, 22, 21, 21, 21, 20, 20]),
-               ((bits('1111'), 2, 5, 0), [1, 0, 0, 0]), ((bits('0000000'), 0, 3, 0), [0, 0, 1, 1, 1, 2, 2]),
+               ((bits('1111'), 2, 5, 0), [1, 0, 0, 0]),
+               ((bits('0000000'), 0, 3, 0), [0, 0, 1, 1, 1, 2, 2]),
                ((bits('0010001000'), 5, 3, -9), [5, 5, 4, 4, 4, 5, 4, 4, 4, 5])])
 
 # %% ../nbs/14_dynamic.ipynb #c4288ffc
@@ -125,8 +128,9 @@ def check_falls(
     f, # (int, int, int, int, str) -> float
 ):
     "Check exercise 3 of chapter 14"
-    expect(f, [((10, 100, 2, 1000, 'growth'), 9.), ((10, 100, 2, 1000, 'clean'), 0.), ((1, 10, 2, 1000, 'clean'), 9.),
-               ((10, 100, 2, 5, 'growth'), -10.), ((10, 60, 3, 1000, 'growth'), 4.)])
+    expect(f, [((10, 100, 2, 1000, 'growth'), 9.), ((10, 100, 2, 1000, 'clean'), 0.),
+               ((1, 10, 2, 1000, 'clean'), 9.), ((10, 100, 2, 5, 'growth'), -10.),
+               ((10, 60, 3, 1000, 'growth'), 4.)])
 
 # %% ../nbs/14_dynamic.ipynb #dcd8c160
 def check_next_scale(
@@ -136,10 +140,12 @@ def check_next_scale(
     s = torch.tensor(8.)
     got = f(s, torch.tensor(1.), 64.)
     assert got is not None, 'next_scale returned nothing: replace the stub with your solution.'
-    for found,ceiling,want in ((1., 64., 4.), (0., 64., 16.), (0., 8., 8.), (torch.nan, 64., 4.), (3., 64., 4.)):
+    for found, ceiling, want in ((1., 64., 4.), (0., 64., 16.), (0., 8., 8.), (torch.nan, 64., 4.),
+                                 (3., 64., 4.)):
         got = f(s, torch.tensor(found), ceiling)
-        assert got == want, f'scale 8, found {found}, ceiling {ceiling:g}: got {got}, expected {want:g}.'
-    assert s == 8, 'The old scale has changed: make a new tensor, the outcome of the step still holds the old one.'
+        assert got == want, (f'scale 8, found {found}, ceiling {ceiling:g}: got {got}, '
+                             f'expected {want:g}.')
+    assert s == 8, 'The old scale has changed: return a new tensor.'
     try: f(torch.empty((), device='meta'), torch.empty((), device='meta'), 8.)
     except Exception as e:
-        raise AssertionError(f'A value was read on the way ({type(e).__name__}): use torch.where.') from e
+        raise AssertionError(f'A value was read on the way ({type(e).__name__}).') from e

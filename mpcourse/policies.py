@@ -110,7 +110,7 @@ def fairseq_rule(s, bad, interval=2000, tolerance=0., smallest=1e-4): # s.scale 
     return s.scale
 
 def metaseq_rule(s, bad, smallest=2.**-5): # s.scale, s.since, s.window
-    "metaseq's DynamicLossScaler, metaseq/optim/dynamic_loss_scaler.py: the window follows the scale"
+    "metaseq's DynamicLossScaler, metaseq/optim/dynamic_loss_scaler.py: a window that follows"
     s.since = 0 if bad else s.since + 1
     if bad:
         if s.scale/2 >= smallest: s.scale /= 2
@@ -138,7 +138,7 @@ def follow_rule(
     start:dict=None, # where the rule's numbers begin, if not at its defaults: {'scale': 2.**16}
     **numbers, # of the rule: interval, hysteresis …
 )->list: # the scale after each step
-    "A published rule, in numbers of Python's, on a trace of overflows"
+    "A published rule, in plain Python, on a trace of overflows"
     rule, first = RULES[name]
     s = SimpleNamespace(**first | (start or {}))
     return [rule(s, bool(int(f)), **numbers) for f in found]
@@ -173,7 +173,7 @@ class DeepSpeedScaler(LossScaler):
 
 # %% ../nbs/15_policies.ipynb #0f8552b5
 class FairseqScaler(LossScaler):
-    """fairseq's rule: back off where the share of overflows since the last change reaches a tolerance.
+    """fairseq's rule: back off where the share of overflows since a change reaches a tolerance.
 
     Where one step down would reach the minimum the scale stays; the original raises."""
     def __init__(self,
@@ -187,8 +187,8 @@ class FairseqScaler(LossScaler):
         valid_number('tolerance', tolerance, lambda x: 0 <= x <= 1, 'take a share from 0 to 1')
         super().__init__(init_scale, growth_interval=growth_interval, tolerance=tolerance,
                          moving=moving, **dict(hold=False, min_scale=1e-4) | config)
-        for n, v in dict(since_overflow=1, since_move=1, overflows=0, window=growth_interval).items():
-            self.register_buffer(n, torch.tensor(v))
+        first = dict(since_overflow=1, since_move=1, overflows=0, window=growth_interval)
+        for n, v in first.items(): self.register_buffer(n, torch.tensor(v))
 
     def next_scale(self, stats):
         bad, overflows = stats['found_inf'] != 0, self.overflows + 1
@@ -205,7 +205,7 @@ class FairseqScaler(LossScaler):
         return torch.where(back & ~lowest, down, torch.where(grow, self.scale*2, self.scale))
 
 class MetaseqScaler(FairseqScaler):
-    "metaseq's rule, fairseq's after the OPT-175B runs: the window moves with the scale, and nothing raises"
+    "metaseq's rule, fairseq's after the OPT-175B runs: the window moves with the scale"
     def __init__(self,
         init_scale:float=4., # metaseq's
         growth_interval:int=256, # `scale_window`, the first
@@ -235,7 +235,7 @@ class LogMaxScaler(LossScaler):
         amax, b1, b2 = stats['amax']*self.inv_scale(), self.beta1, self.beta2
         bad, silent = (stats['found_inf'] != 0) | ~amax.isfinite(), amax == 0
         x = torch.where(bad, self.overflow_as, amax.log2())
-        x = torch.where(silent & ~bad, self.mean, x)         # gradients of zero say nothing
+        x = torch.where(silent & ~bad, self.mean, x)         # zero has no logarithm
         self.steps = self.steps + (bad | ~silent)
         def mix(old, new, b): return torch.where(silent & ~bad, old, b*old + (1 - b)*new)
         self.mean, self.slow = mix(self.mean, x, b1), mix(self.slow, x, b2)
@@ -284,10 +284,10 @@ def megatron_scaler(
 )->LossScaler: # or None, where Megatron uses none
     "The scaler that Megatron-LM would take; ValueError for FP16 and BF16 at once"
     if fp16 and bf16: raise ValueError('fp16 and bf16 cannot both be True: choose one.')
-    if not (fp16 or bf16): return None
-    if loss_scale is not None: return StaticScaler(loss_scale)
+    if loss_scale is not None and (fp16 or bf16): return StaticScaler(loss_scale)
+    if not fp16: return None
     return get_policy('megatron', init_scale=initial_loss_scale, min_scale=min_loss_scale,
-                      growth_interval=loss_scale_window, hysteresis=hysteresis) if fp16 else None
+                      growth_interval=loss_scale_window, hysteresis=hysteresis)
 
 # %% ../nbs/15_policies.ipynb #check72
 def check_first_growth(
@@ -297,7 +297,8 @@ def check_first_growth(
     for name, want in (('torch', 7), ('deepspeed', 8), ('metaseq', 7), ('static', None)):
         policy = get_policy(name, **({} if want is None else dict(growth_interval=7)))
         got = f(policy, 20)
-        assert got == want and (got is None) == (want is None), f'{name}: got {got}, expected {want}.' 
+        same = got == want and (got is None) == (want is None)
+        assert same, f'{name}: got {got}, expected {want}.' 
 
 # %% ../nbs/15_policies.ipynb #check78
 def check_tell(
@@ -305,8 +306,10 @@ def check_tell(
 ):
     "Check exercise 2 of chapter 15"
     traces = ['000', '0001', '11', '101', '10100', '0010', '00100']
-    for a, b, want in (('torch', 'megatron', '0001'), ('torch', 'fastai', '10100'), ('torch', 'apex_amp', None),
-                       ('megatron', 'apex_hysteresis', '101'), ('torch', 'deepspeed', '000')):
+    cases = (('torch', 'megatron', '0001'), ('torch', 'fastai', '10100'),
+             ('torch', 'apex_amp', None), ('megatron', 'apex_hysteresis', '101'),
+             ('torch', 'deepspeed', '000'))
+    for a, b, want in cases:
         got = f(a, b, traces)
         assert got == want, f'{a} and {b}: got {got!r}, expected {want!r}.' 
 
@@ -323,15 +326,15 @@ def check_own_policy(
     f, # () -> LossScaler
 ):
     "Check exercise 3 of chapter 15"
-    assert isinstance(f(), LossScaler), f'own_policy returned {f()!r}, no LossScaler: replace the stub.'
+    assert isinstance(f(), LossScaler), f'own_policy returned {f()!r}: replace the stub.'
     trace, want = '10000110111', [15, 15, 15, 15, 16, 15, 13, 13, 12, 10, 8]
     got = _octaves(f(), trace)
     assert got == want, f'On {trace} log2 of the scale went {got}, expected {want}.'
     a, b = f(), f()
     _octaves(a, '01')
     b.load_state_dict(a.state_dict())
-    assert _octaves(b, '1') == _octaves(a, '1'), 'The state forgets the last step: register a buffer.'
+    assert _octaves(b, '1') == _octaves(a, '1'), 'A restored policy has forgotten the last step.'
     nowhere = {n: torch.empty((), device='meta') for n in ('found_inf', 'loss_finite')}
     try: f().to('meta').update(nowhere)
     except Exception as e:
-        raise AssertionError(f'A value was read on the way ({e}): use torch.where.') from e
+        raise AssertionError(f'A value was read on the way: {e}') from e

@@ -10,7 +10,8 @@ from fastai.losses import FocalLossFlat, LabelSmoothingCrossEntropyFlat
 from fastai.metrics import accuracy
 
 from mpcourse.callback import quiet_fit, tensor_dls
-from mpcourse.checkpoint import CheckpointCB, save_training_state
+from mpcourse.checkpoint import CheckpointCB, load_training_state, save_training_state
+from mpcourse.master import HalfWeights
 from mpcourse.scaler import StaticScaler
 from test_callback import At, Climber, assert_clean, at_iter, ctrl_c, fit, inf_grad, learner, same, seed_all, tree, whole
 
@@ -309,3 +310,45 @@ def test_a_killed_writers_temporary_file_is_swept(tmp_path):
     learn = classes(path, every=100, cbs=[At('after_pred', lambda l: seen.extend(os.listdir(tmp_path)), when=at_iter(1))])
     quiet_fit(learn, 1)
     assert seen == [] and os.listdir(tmp_path) == []
+
+
+# --- states without a Learner ---
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+    return net, torch.optim.AdamW(net.parameters(), lr=.01)
+
+
+def equal(a, b): return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+
+
+def test_torchs_own_grad_scaler_is_a_scaler_too(tmp_path):
+    (net, opt), (other, there), scaler, new = small(), small(1), torch.amp.GradScaler('cpu', init_scale=2.**7), torch.amp.GradScaler('cpu')
+    scaler.scale(torch.ones(1))
+    save_training_state(tmp_path/'s.pt', net, opt, scaler)
+    load_training_state(tmp_path/'s.pt', other, there, new)
+    assert new.get_scale() == 2.**7 and equal(net, other)
+
+
+def test_compiled_and_lent_models_have_the_same_file(tmp_path):
+    (net, opt), (other, there) = small(), small(1)
+    with HalfWeights(net): save_training_state(tmp_path/'s.pt', torch.compile(net, backend='eager'), opt)
+    load_training_state(tmp_path/'s.pt', other, there)
+    assert equal(net, other) and all(p.dtype == torch.float32 for p in other.parameters())
+
+
+def test_the_new_file_takes_the_old_ones_place_in_one_move(tmp_path):
+    (net, opt), path = small(), tmp_path/'s.pt'
+    save_training_state(path, net, opt, step=1)
+    old = path.read_bytes()
+    with open(path, 'rb') as f:
+        save_training_state(path, net, opt, step=2)
+        assert f.read() == old and load_training_state(path, net, opt) == dict(step=2)
+
+
+def test_a_scaler_too_many_or_a_file_too_few(tmp_path):
+    net, opt = small()
+    save_training_state(tmp_path/'s.pt', net, opt, StaticScaler())
+    with pytest.raises(ValueError): load_training_state(tmp_path/'s.pt', net, opt)
+    with pytest.raises(FileNotFoundError): load_training_state(tmp_path/'t.pt', net, opt)

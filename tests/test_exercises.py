@@ -214,8 +214,8 @@ WRONG = {
     # 14: forgets which kind of patience was asked for
     'check_falls': """
         def falls(gap, steps, hysteresis, interval, refill):
-            scaler = HysteresisScaler(hysteresis=hysteresis, growth_interval=interval)
-            for i in range(steps): scaler.update(Observation(('found_inf',), torch.tensor([float(i % gap == 0)])))
+            scaler = DynamicScaler(hysteresis=hysteresis, growth_interval=interval)
+            for i in range(steps): scaler.update(dict(found_inf=torch.tensor(float(i % gap == 0)), loss_finite=torch.tensor(1.)))
             return 16 - scaler.scale.log2().item()""",
     # 14: NaN > 0 is False
     'check_next_scale': 'lambda scale, found, ceiling: torch.where(found > 0, scale/2, (scale*2).clamp(max=ceiling))',
@@ -224,15 +224,12 @@ WRONG = {
         def first_growth(scaler, limit):
             start = scaler.scale
             for i in range(limit):
-                scaler.update(Observation(('found_inf',), torch.tensor([0.])))
+                scaler.update(dict(found_inf=torch.tensor(0.), loss_finite=torch.tensor(1.)))
                 if scaler.scale > start: return i""",
     # 15: compares the ends of the traces only
     'check_tell': """
         def tell(a, b, traces):
-            def last(name, bits):
-                s = get_policy(name, init_scale=2.**16, growth_interval=4)
-                for c in bits: s.update(Observation(('found_inf',), torch.tensor([float(c)])))
-                return s.scale
+            def last(name, bits): return follow_rule(name, bits, dict(scale=2.**16), interval=4)[-1]
             return next((t for t in traces if last(a, t) != last(b, t)), None)""",
     # 15: backs off by a quarter, and grows as if nothing had happened
     'check_own_policy': 'lambda: DynamicScaler(growth_interval=4, backoff_factor=.25)',
@@ -249,8 +246,8 @@ WRONG = {
     'check_edge_policy': """
         def edge_policy():
             class Edge(LossScaler):
-                wants = frozenset({'found_inf', ('above', 2.**13)})
-                def update(self, obs): self.move(torch.where(obs['above', 2.**13] > 0, self.scale/2, self.scale*2))
+                wants = 'found_inf', ('above', 2.**13)
+                def next_scale(self, stats): return torch.where(stats['above', 2.**13] > 0, self.scale/2, self.scale*2)
             return Edge(2.**16)""",
     # 16: forgets that up to half a spacing above 65504 rounds down to it
     'check_survives': 'lambda largest, scale: largest*scale <= 65504',

@@ -110,8 +110,9 @@ def trace(A, policy, found, top):
     "The scales of a policy that starts at 2^40, so that no floor matters"
     takes = {} if policy in ('static', 'backoff', 'logmax', 'als') else dict(growth_interval=5)
     start = dict(logmax=2.**10, als=2.**16, apex_amp=2.**24).get(policy, 2.**40)
-    kw = dict(activations=False) if policy == 'als' else {}
-    return A.next_scales(A.make_scaler(policy, init_scale=start, **takes, **kw), found, top)
+    kw = dict(als=dict(activations=False), backoff=dict(max_scale=2.**40)).get(policy, {})
+    scales = A.next_scales(A.make_scaler(policy, init_scale=start, **takes, **kw), found, top)
+    return [float(f'{s:.3g}') for s in scales] if policy == 'logmax' else scales     # sums in another order
 
 
 def golden(A):

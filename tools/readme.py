@@ -31,6 +31,7 @@ def cell_text(
     d, code = directives(cell.source)
     if is_hidden(d): return ''
     shown = '' if d.get('echo') is False else f'```python\n{code.strip()}\n```'
+    if shown and d.get('code-fold'): shown = f'<details><summary>Imports</summary>\n\n{shown}\n\n</details>'
     outs = [output_text(o, save, d.get('fig-alt', '')) for o in cell.outputs]
     caption = f'*{d["fig-cap"]}*' if outs and 'fig-cap' in d else ''
     return '\n\n'.join(filter(None, [shown, *outs, caption]))

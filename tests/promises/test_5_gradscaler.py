@@ -1,4 +1,4 @@
-"Promise 5: GradScaler(hold=False) is torch's, step for step, down to its floor; its state dict is torch's with one key more; Lightning and Accelerate take it"
+"Promise 5: GradScaler(hold=False) is torch's, step for step, down to its floor; its state dict is torch's with one key more; Lightning, Accelerate and Trainer take it"
 import importlib, importlib.metadata, importlib.util, json, pickle, random, sys, warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -299,3 +299,32 @@ def test_accelerate(accelerate, opt, tmp_path):
         return [scaler.get_scale(), *(p.detach().clone() for p in model.parameters())]
     a, b = (go(make(init_scale=2.**12, growth_interval=2)) for make in (ours, theirs))
     assert equal(a, b) and a[0] != 2.**12
+
+
+@pytest.mark.parametrize('opt', ('sgd', 'fused_adamw'))
+def test_hugging_faces_trainer(accelerate, opt, tmp_path):
+    if importlib.util.find_spec('transformers') is None: pytest.skip('transformers is not installed')
+    if 'transformers.trainer' not in sys.modules:
+        with as_if_absent('torchvision'): importlib.import_module('transformers.trainer')
+    from transformers import Trainer, TrainingArguments
+    class Classifier(nn.Module):
+        def __init__(self): super().__init__(); self.net, self.dtypes = net(), set()
+        def forward(self, x, labels=None):
+            out = self.net(x); self.dtypes.add(out.dtype)
+            return dict(loss=F.cross_entropy(out.float(), labels), logits=out)
+    examples = [dict(x=x, labels=y) for xs, ys in data(12) for x, y in zip(xs, ys)]
+    def go(scaler):
+        class Ours(Trainer):
+            def create_accelerator_and_postprocess(self):
+                super().create_accelerator_and_postprocess()
+                self.accelerator.scaler = scaler                             # the three lines
+            def compute_loss(self, *args, **kw):
+                with torch.autocast('cpu', torch.float16): return super().compute_loss(*args, **kw)
+        model = Classifier()
+        args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=12, max_grad_norm=0, report_to='none', save_strategy='no',
+                                 disable_tqdm=True, per_device_train_batch_size=8, logging_strategy='no')
+        Ours(model, args, train_dataset=examples, optimizers=(OPTS[opt](model.parameters()), None)).train()
+        assert model.dtypes == {torch.float16}
+        return [scaler.get_scale(), *(p.detach().clone() for p in model.parameters())]
+    a, b = (go(make(init_scale=2.**20, growth_interval=3)) for make in (ours, theirs))
+    assert equal(a, b) and a[0] != 2.**20
