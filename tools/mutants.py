@@ -60,7 +60,6 @@ M = [Mutant(*row) for row in (
     ('step', 'if self.next_scale.item() <= self.floor:', 'if False:', 'step', 'floor'),
     ('step', 'loss = loss_func(cast_floats(pred, torch.float32), yb)', 'loss = loss_func(pred, yb).float()', 'step', 'fp32_and_recorded'),
     ('step', '            self.stats.see_loss(loss)\n', '', 'step', 'infinite_is_held'),
-    ('step', 'if go and self.clip:', 'if self.clip:', 'step', 'spreads_no_blame'),
     ('step', '    if half:\n', '    if False:\n', 'step', 'half_already'),
     ('step', 'if self.stats and self.stats.watched: self.stats.watched.remove()', 'pass', 'step', 'serves_another'),
     # the factor and its inverse
