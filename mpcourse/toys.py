@@ -505,12 +505,12 @@ class Study:
         return {row: {k: self._spread(row, k) for k in names[row]} for row in self.rows}
 
     def misses(self, row, found) -> dict:
-        "Numbers of a fresh run outside the stored spread, its width, at least a tenth, on each side"
+        "Numbers of a fresh run outside the stored spread, once its width (or a tenth) on each side"
         out = {}
         for k, v in found.items():
             *vs, x = [math.inf if math.isnan(u) else u for u in [*self.values(row, k), v]]
             low, high = min(vs), max(vs)
-            wide = max(high - low, abs(low)/10)
+            wide = high - low or abs(low)/10
             if not (x in vs or low - wide <= x <= high + wide): out[k] = (v, low, high)
         return out
 

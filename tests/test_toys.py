@@ -39,7 +39,7 @@ def test_text_alphabet_and_split():
     assert torch.equal(vx.flatten()[1:][:15], vy.flatten()[:15])
     train_text, valid_text = (''.join(ALPHABET[i] for i in s) for s in (torch.cat([x[::16].flatten()]), vx.flatten()))
     assert valid_text[:2000] not in train_text
-    assert 'the' in train_text and (t.note == '' or 'differ' in t.note)
+    assert 'the' in train_text and (t.note == '' or 'differ' in t.note and sys.version_info[:3] != (3, 11, 7))   # the study's text
 
 
 def test_text_says_when_it_differs(monkeypatch):
