@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EDGE', 'THRESHOLD', 'BLIND', 'RECENT', 'ALSScaler', 'ALSWatch', 'sudden_dips', 'popart_scaler', 'keras_scaler',
-           'ALSFrame', 'ALSView', 'ALSViewCB', 'check_als_rule', 'check_als_lost', 'check_steady']
+           'ALSFrame', 'ALSView', 'ALSViewCB']
 
 # %% ../nbs/21_als.ipynb #03effa93
 from dataclasses import dataclass

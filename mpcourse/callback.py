@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCHEME_DTYPES', 'TensorPairs', 'tensor_dls', 'quiet_fit', 'within', 'in_fit', 'HalfPrecisionCB', 'StepHistory',
-           'valid_scheme', 'MixedPrecisionCB', 'refuse_fastais', 'check_skip_counter', 'check_norm_recorder',
-           'check_guarded', 'check_half_callback']
+           'valid_scheme', 'MixedPrecisionCB', 'refuse_fastais']
 
 # %% ../nbs/12_callback.ipynb #288eccae
 import random

@@ -6,8 +6,7 @@
 __all__ = ['FORMAT', 'RECORDED', 'random_states', 'set_random_states', 'plain', 'write_whole', 'save_training_state',
            'read_training_state', 'load_training_state', 'numbers_of', 'fit_state', 'set_fit_state', 'order_states',
            'set_order_states', 'rest_of_epoch', 'fit_arguments', 'refuse_bad_place', 'refuse_other_fit', 'rank_file',
-           'rename_together', 'agree', 'trains', 'save_fit', 'load_fit', 'CheckpointCB', 'check_whole_write',
-           'check_frozen', 'check_resumable']
+           'rename_together', 'agree', 'trains', 'save_fit', 'load_fit', 'CheckpointCB']
 
 # %% ../nbs/13_checkpoint.ipynb #2b08830d
 import os, pickle, random, shutil, warnings, zipfile

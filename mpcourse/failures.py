@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['swallowed', 'store_in', 'swallowed_updates', 'gradients', 'flushed', 'until_bad', 'vanished_gradients',
            'textbook_cross_entropy', 'exploded_activations', 'activation_peaks', 'adam_first_step', 'adam_gap',
-           'adam_eps', 'scale_report', 'check_smallest_kept', 'check_will_flush', 'check_safe_cross_entropy',
-           'check_best_scale']
+           'adam_eps', 'scale_report']
 
 # %% ../nbs/04_failures.ipynb #fac72219
 import math

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['KINDS', 'fp32', 'tf32', 'bf16', 'fp16', 'e4m3', 'e5m2', 'e4m3fnuz', 'e5m2fnuz', 'e3m2', 'e2m3', 'e2m1', 'e8m0',
            'FORMATS', 'DTYPES', 'BOXES', 'BITS_CSS', 'FloatFormat', 'same_bits', 'get_format', 'format_table',
-           'plot_values', 'parse_number', 'bit_html', 'bit_explorer', 'expect', 'check_octaves', 'check_decode_fp16',
-           'check_stuck_at', 'check_narrowest']
+           'plot_values', 'parse_number', 'bit_html', 'bit_explorer', 'expect']
 
 # %% ../nbs/01_formats.ipynb #ac81dad5
 import re

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['SCALINGS', 'signal_to_noise', 'amax_scale', 'tensor_amax', 'FixedScaling', 'CurrentScaling', 'DelayedScaling',
            'reduce_amax', 'mx_quantize', 'mx_round', 'FP8Recipe', 'fp8_matmul', 'fp8_linear', 'FP8Linear',
-           'native_matmul', 'has_native_fp8', 'fp8_attention', 'fp8_products', 'simulate_fp8', 'check_shared_exponent',
-           'check_fp8_gradients', 'check_safe_margin']
+           'native_matmul', 'has_native_fp8', 'fp8_attention', 'fp8_products', 'simulate_fp8']
 
 # %% ../nbs/27_fp8.ipynb #7354fcc8
 import inspect, types, zlib

@@ -6,7 +6,7 @@
 __all__ = ['NORMS', 'HALVES', 'MIXED', 'is_norm', 'keeps_fp32', 'cast_policy', 'cast', 'CastIn', 'CastOut', 'Handles',
            'takes_half', 'norm_hooks', 'as_came_in', 'has_buffers', 'WrappedForward', 'AutocastForward',
            'model_to_half', 'model_to_float', 'clamp_infinite', 'ClampInfinite', 'clamp_hooks', 'model_bytes',
-           'saved_bytes', 'check_half_bytes', 'check_safe_weights', 'check_half_rms', 'check_keep_float']
+           'saved_bytes']
 
 # %% ../nbs/08_half.ipynb #7e55c9d7
 import re

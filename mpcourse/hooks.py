@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TENSOR_KINDS', 'HOOKED', 'STATISTICS', 'match_names', 'named_tensors', 'OwnedHook', 'TensorHooks', 'remove_all',
            'valid_types', 'watched_modules', 'modes_off', 'known_statistics', 'widest_float', 'combine_sums',
-           'finish_stats', 'RowSums', 'tensor_stats', 'exponent_hist', 'tensor_hists', 'check_true_norm']
+           'finish_stats', 'RowSums', 'tensor_stats', 'exponent_hist', 'tensor_hists']
 
 # %% ../nbs/18_hooks.ipynb #4c075e05
 import math, weakref

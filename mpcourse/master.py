@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['group_params', 'get_master', 'to_master_grads', 'to_model_params', 'inner_optimizer', 'MasterHandle', 'use_master',
-           'HalfForward', 'FP32Forward', 'HalfWeights', 'check_stops_at', 'check_add_grads',
-           'check_lost_by_rounding_twice', 'check_call_in_half']
+           'HalfForward', 'FP32Forward', 'HalfWeights']
 
 # %% ../nbs/09_master.ipynb #a8a6261c
 import copy, warnings

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TensorCollector', 'known_flush', 'open_writers', 'inverse_scale', 'JsonlWriter', 'read_jsonl', 'TensorBoardWriter',
-           'open_writer', 'check_alarm']
+           'open_writer']
 
 # %% ../nbs/19_monitor.ipynb #71799c86
 import json, math, warnings, weakref

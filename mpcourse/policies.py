@@ -6,7 +6,7 @@
 __all__ = ['RULES', 'FREE', 'PEERS', 'POLICIES', 'logmax_rule', 'torch_rule', 'fastai_rule', 'apex_amp_rule', 'apex_legacy_rule',
            'backoff_rule', 'megatron_rule', 'apex_hysteresis_rule', 'deepspeed_rule', 'fairseq_rule', 'metaseq_rule',
            'follow_rule', 'DeepSpeedScaler', 'FairseqScaler', 'MetaseqScaler', 'LogMaxScaler', 'get_policy',
-           'megatron_scaler', 'check_first_growth', 'check_tell', 'check_own_policy']
+           'megatron_scaler']
 
 # %% ../nbs/15_policies.ipynb #111d5411
 import inspect
@@ -301,7 +301,7 @@ def check_first_growth(
         assert same, f'{name}: got {got}, expected {want}.' 
 
 # %% ../nbs/15_policies.ipynb #check78
-def check_tell(
+def check_first_difference(
     f, # (name, name, list of str) -> str or None
 ):
     "Check exercise 2 of chapter 15"

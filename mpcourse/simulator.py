@@ -6,8 +6,7 @@
 __all__ = ['LINE_LOOKS', 'LABELS', 'Trace', 'from_hists', 'Recording', 'record_trace', 'round_off', 'entries_below', 'overflows',
            'flush_share', 'bell', 'as_trace', 'storm_of', 'hard_batches', 'random_storm', 'script', 'save_trace',
            'load_trace', 'observe', 'Flight', 'named_policies', 'fresh', 'replay', 'plot_flight', 'spoil',
-           'spoil_batches', 'fp32_step', 'fly', 'check_survives', 'check_way_back', 'check_lost_octaves',
-           'check_scale_after']
+           'spoil_batches', 'fp32_step', 'fly']
 
 # %% ../nbs/16_simulator.ipynb #786103e2
 import copy, json, math

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['named_gradients', 'unscale_', 'grad_statistic', 'StepOutcome', 'GradStats', 'skips_itself', 'judged', 'take_step',
-           'refuse_untrainable', 'MixedStep', 'check_to_master', 'check_momentum_step', 'check_big_step']
+           'refuse_untrainable', 'MixedStep']
 
 # %% ../nbs/11_step.ipynb #537570a5
 import warnings

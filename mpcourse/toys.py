@@ -7,7 +7,7 @@ __all__ = ['ALPHABET', 'TEXT_SHA', 'NAMES', 'TOYS', 'Data', 'digits', 'encode_te
            'batches', 'seeded', 'mlp', 'relu_mlp', 'deep_sigmoid', 'cnn', 'Attention', 'Block', 'CharTransformer',
            'char_transformer', 'TwoTowers', 'two_towers', 'cross_entropy', 'contrastive', 'predict', 'plain_step',
            'fit', 'accuracy', 'evaluate', 'warmup_cosine', 'Toy', 'get_toy', 'Run', 'train_toy', 'half_pass', 'Study',
-           'study', 'imagenette', 'check_guess', 'check_zero_share', 'check_clipped_step', 'check_order_from']
+           'study', 'imagenette']
 
 # %% ../nbs/03_toys.ipynb #ce7ebb86
 import hashlib, importlib, importlib.util, json, math, os, platform, sys, time

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['ZeroCount', 'count_zeros', 'count_flushed', 'probe_flushed', 'FlushProbe', 'Overflow', 'OverflowWatch',
            'find_overflow', 'Verdict', 'underflow_rates', 'trend_of', 'early_warning', 'MonitorCB', 'known_reaction',
-           'act_on', 'known_counter', 'flush_of', 'plot_underflow', 'plot_ridges', 'check_two_counts',
-           'check_first_bad']
+           'act_on', 'known_counter', 'flush_of', 'plot_underflow', 'plot_ridges']
 
 # %% ../nbs/20_underflow.ipynb #6a87d01b
 import math, warnings, weakref

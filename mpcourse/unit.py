@@ -10,8 +10,7 @@ __all__ = ['ELEMENTWISE', 'CONSTRAINTS', 'scaled', 'unit_stds', 'linear_factors'
            'gradient_cosines', 'assert_true_directions', 'add_factors', 'weighted_add', 'residual_split',
            'residual_add', 'running_tau', 'unit_cross_entropy', 'unit_mse', 'conv_factors', 'unit_conv1d',
            'unit_conv2d', 'pool_factors', 'unit_avg_pool1d', 'unit_avg_pool2d', 'unit_layer_norm', 'unit_rms_norm',
-           'unit_group_norm', 'unit_batch_norm', 'unit_embedding', 'unit_dropout', 'check_sum_factors',
-           'check_alike_factor', 'check_dice_factors', 'check_unit_glu']
+           'unit_group_norm', 'unit_batch_norm', 'unit_embedding', 'unit_dropout']
 
 # %% ../nbs/25_unit.ipynb #03f61144
 import math, warnings

@@ -8,8 +8,7 @@ __all__ = ['UNIT_LAYERS', 'NEUTRAL_LAYERS', 'KINDS_OF_MODEL', 'UnitLayer', 'Unit
            'UnitBatchNorm1d', 'UnitBatchNorm2d', 'UnitReLU', 'UnitGELU', 'UnitSiLU', 'UnitTanh', 'UnitSigmoid',
            'UnitSoftmax', 'UnitDropout', 'UnitAvgPool1d', 'UnitAvgPool2d', 'UnitAdaptiveAvgPool1d',
            'UnitAdaptiveAvgPool2d', 'UnitCrossEntropyLoss', 'UnitMSELoss', 'unit_scale', 'UnitFFN', 'UnitAttention',
-           'UnitResidual', 'unit_transformer_layer', 'unit_res_block', 'UnitRNN', 'CharModel', 'UnitTwoTowers',
-           'check_input_share', 'check_ffn_overhead', 'check_unit_softplus']
+           'UnitResidual', 'unit_transformer_layer', 'unit_res_block', 'UnitRNN', 'CharModel', 'UnitTwoTowers']
 
 # %% ../nbs/26_unit_models.ipynb #3ee42fb0
 from copy import deepcopy

@@ -227,8 +227,8 @@ WRONG = {
                 scaler.update(dict(found_inf=torch.tensor(0.), loss_finite=torch.tensor(1.)))
                 if scaler.scale > start: return i""",
     # 15: compares the ends of the traces only
-    'check_tell': """
-        def tell(a, b, traces):
+    'check_first_difference': """
+        def first_difference(a, b, traces):
             def last(name, bits): return follow_rule(name, bits, dict(scale=2.**16), interval=4)[-1]
             return next((t for t in traces if last(a, t) != last(b, t)), None)""",
     # 15: backs off by a quarter, and grows as if nothing had happened
@@ -360,7 +360,7 @@ def checks():
     found = {}
     for m in modules:
         mod = importlib.import_module(f'mpcourse.{m}')
-        found |= {n: getattr(mod, n) for n in mod.__all__ if n.startswith('check_')}
+        found |= {n: getattr(mod, n) for n in vars(mod) if n.startswith('check_')}
     return found
 
 
