@@ -297,7 +297,7 @@ class Flight:
     def missing(self,
         names, # of policies
     )->str: # '' if none is
-        "A sentence about a policy that was not on board"
+        "A sentence about a policy that is not in this flight"
         absent = [n for n in names if n not in self.names]
         return f'{absent[0]!r} did not fly; there are {", ".join(self.names)}.' if absent else ''
 
@@ -312,7 +312,7 @@ def named_policies(
     "A name for each policy, two of a kind kept apart"
     if policies is None: policies = list(RULES)
     if isinstance(policies, (str, LossScaler)): policies = [policies]
-    if not policies: raise ValueError('Nobody is on board: name at least one policy.')
+    if not policies: raise ValueError('No policy was given: name at least one.')
     if isinstance(policies, dict): return dict(policies)
     named = {}
     for p in policies:
@@ -337,6 +337,7 @@ def _need_trace(storm):
     if not isinstance(storm, Trace):
         raise ValueError('A storm is a Trace: take hard_batches(), random_storm() or load_trace(path).')
 
+# %% ../nbs/16_simulator.ipynb #e7a0c5d2
 def _by_rule(name, trace, start, fmt):
     "A published rule on Python's numbers: scales, lost steps, and why it gave up"
     rule, first = RULES[name]
@@ -368,14 +369,14 @@ def replay(
     "Fly policies through a recorded or made storm"
     _need_trace(trace)
     if start is not None: valid_scale(start, 2.**-126)
-    fleet, n = named_policies(policies), len(trace)
+    named, n = named_policies(policies), len(trace)
     plain = [p for p in RULES if p != 'logmax']                              # who needs no magnitudes
     out = {k: _by_rule(p, trace, start, fmt) if p in plain else _by_scaler(fresh(p, start), trace, fmt)
-           for k, p in fleet.items()}
+           for k, p in named.items()}
     scales = torch.tensor([s + [math.nan]*(n + 1 - len(s)) for s, _, _ in out.values()], dtype=torch.float64)
     lost = torch.tensor([l + [False]*(n - len(l)) for _, l, _ in out.values()])
     why = {k: w for k, (_, _, w) in out.items() if w}
-    return Flight(tuple(fleet), scales, lost, trace.bad, why, flush_share(trace, scales[:, :-1], fmt))
+    return Flight(tuple(named), scales, lost, trace.bad, why, flush_share(trace, scales[:, :-1], fmt))
 
 # %% ../nbs/16_simulator.ipynb #6b8035d0
 LINE_LOOKS = [dict(color=c, ls=ls) for ls in ('-', '--') for c in CYCLE]
@@ -479,14 +480,14 @@ def _bad_batches(storm, steps, alter):
                          'give it an `alter` that makes batches as bad as you want them.')
     return storm.bad
 
-def _one_flight(step, toy, weather, seed):
+def _one_flight(step, toy, data, seed):
     "Train: loss, scale, skipped and the share of zeros in the first layer's gradient, a list of each"
     model, rows = toy.model(seed), []
     first = next(p for p in model.parameters() if p.dim() > 1)
     def look(i, rec):
         zeros = math.nan if rec['skipped'] else (first.grad == 0).float().mean().item()
         rows.append(dict({k: float(rec[k]) for k in ('loss', 'scale', 'skipped')}, zeros=zeros))
-    fit(model, weather, toy.opt(model.parameters()), toy.loss_func, step, toy.schedule(toy.steps), look)
+    fit(model, data, toy.opt(model.parameters()), toy.loss_func, step, toy.schedule(toy.steps), look)
     cols = {k: [r[k] for r in rows] for k in rows[0]}
     scaler = getattr(step, 'scaler', None)
     cols['scale'].append(1. if scaler is None else scaler.scale.item())
@@ -507,8 +508,8 @@ def fly(
         if p == 'fp32': return fp32_step(1.)
         return MixedStep(fresh(p, start), clip=1.) if isinstance(p, (str, LossScaler)) else p
     def flight(p):
-        weather = spoil_batches(batches(toy.data(), toy.bs, len(bad), seed), bad, alter, seed)
-        return _one_flight(step_of(p), toy, weather, seed)
+        data = spoil_batches(batches(toy.data(), toy.bs, len(bad), seed), bad, alter, seed)
+        return _one_flight(step_of(p), toy, data, seed)
     flown = {k: flight(p) for k, p in named_policies(policies).items()}
     rows = {k: torch.tensor([f[k] for f in flown.values()]).double() for k in ('scale', 'skipped', 'zeros', 'loss')}
     return Flight(tuple(flown), rows['scale'], rows['skipped'] > 0, bad, {}, zeros=rows['zeros'], loss=rows['loss'])

@@ -311,7 +311,7 @@ def test_names_on_board():
     assert list(named_policies(['torch', d, d, 'torch'])) == ['torch', 'dynamic', 'dynamic #2', 'torch #2']
     assert list(named_policies('torch')) == ['torch'] and list(named_policies({'mine': d})) == ['mine']
     assert list(named_policies()) == list(RULES)
-    with pytest.raises(ValueError, match='Nobody is on board'): named_policies([])
+    with pytest.raises(ValueError, match='No policy was given'): named_policies([])
     with pytest.raises(ValueError, match='nobody'): replay('nobody', script('0'))
     with pytest.raises(ValueError): replay('torch', script('0'), start=0.)
     with pytest.raises(KeyError, match='did not fly'): replay('torch', script('0'))['megatron']
