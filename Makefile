@@ -1,4 +1,4 @@
-# make course · test · claims · lab · site · studies · bench · oracle · mutants · readme
+# make course · test · claims · lab · site · studies · bench · oracle · mutants · matrix · readme
 # Each target sets up .venv by itself; a second run installs nothing. settings.ini says what is installed.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ CHAPTERS ?=
 STUDIES ?= $(filter-out studies/runner.py,$(wildcard studies/*.py))
 OUT ?= _course
 
-.PHONY: help course test claims lab site studies bench oracle mutants readme
+.PHONY: help course test claims lab site studies bench oracle mutants matrix readme
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -38,6 +38,9 @@ oracle: .venv/.installed ## trainings of this tree against the first edition's, 
 
 mutants: .venv/.installed ## break one line at a time: tests must see it (MUTANTS="step als" for some modules)
 	@$(BIN)/python tools/mutants.py $(MUTANTS)
+
+matrix: .venv/.installed ## the library under the oldest and newest Python, torch and fastai; downloads gigabytes (MATRIX=oldest)
+	@$(BIN)/python tools/matrix.py $(MATRIX)
 
 readme: .venv/.installed ## README.md from nbs/index.ipynb
 	@$(BIN)/python -m tools.readme
