@@ -499,7 +499,9 @@ def _call_conv(mode, func, input, weight, bias=None, *args, **kwargs):
 
 def _call_attention(mode, func, query, key, value, attn_mask=None, dropout_p=0., is_causal=False, scale=None,
                     enable_gqa=False):
-    if enable_gqa: raise mode.refusal('attention with enable_gqa=True')
+    if enable_gqa:                                          # several queries share a key and its value
+        many = query.shape[-3]//key.shape[-3]
+        key, value = (t.repeat_interleave(many, -3) for t in (key, value))
     two = mode.scalings_here(query), mode.scalings_here(query)
     return fp8_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, mode.recipe, two)
 

@@ -438,6 +438,21 @@ def test_attention_is_torchs_nearly(scaling, kw):
     for u,w in zip(torch.autograd.grad(y, (q, k, v), g), torch.autograd.grad(want, (q, k, v), g)): assert off(u, w) < .2
 
 
+def test_grouped_queries_share_a_key():
+    class Grouped(nn.Module):
+        def __init__(self): super().__init__(); self.q, self.kv = nn.Linear(16, 32), nn.Linear(16, 16)
+        def forward(self, x):
+            q, kv = (l(x).unflatten(-1, (-1, 8)).transpose(1, 2) for l in (self.q, self.kv))
+            return F.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True)
+    torch.manual_seed(0)
+    model, x = Grouped(), torch.randn(3, 6, 16)
+    with torch.no_grad(): want, got = model(x), simulate_fp8(model)(x)
+    assert got.shape == want.shape == (3, 4, 6, 8)
+    assert .001 < (got - want).norm()/want.norm() < .15
+    per_head = (got - want).flatten(2).norm(dim=2)/want.flatten(2).norm(dim=2)
+    assert (per_head < .2).all(), per_head          # a head that met the wrong key would be far off
+
+
 def test_small_shares_of_attention_survive():
     "One key in 2048 has a share of 2^-11, which E4M3 flushes unless it is scaled; shares have a scale that is known"
     q, v = torch.zeros(1, 4, 8), torch.ones(1, 2048, 8)
