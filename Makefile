@@ -1,4 +1,4 @@
-# make course · test · claims · lab · site · studies · bench · oracle · mutants · matrix · readme
+# make course · test · claims · lab · site · studies · bench · oracle · mutants · fuzz · matrix · readme
 # Each target sets up .venv by itself; a second run installs nothing. settings.ini says what is installed.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ CHAPTERS ?=
 STUDIES ?= $(filter-out studies/runner.py,$(wildcard studies/*.py))
 OUT ?= _course
 
-.PHONY: help course test claims lab site studies bench oracle mutants matrix readme
+.PHONY: help course test claims lab site studies bench oracle mutants fuzz matrix readme
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -38,6 +38,9 @@ oracle: .venv/.installed ## trainings of this tree against the first edition's, 
 
 mutants: .venv/.installed ## break one line at a time: tests must see it (MUTANTS="step als" for some modules)
 	@$(BIN)/python tools/mutants.py $(MUTANTS)
+
+fuzz: .venv/.installed ## 100,000 random steps of scalers and models, about an hour (FUZZ=100 for fewer)
+	@FUZZ=$(or $(FUZZ),2000) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --timeout 0 -p no:cacheprovider tests/test_fuzz.py
 
 matrix: .venv/.installed ## the library under the oldest and newest Python, torch and fastai; downloads gigabytes (MATRIX=oldest)
 	@$(BIN)/python tools/matrix.py $(MATRIX)
