@@ -1,6 +1,5 @@
 "The factor, scales where gradients meet, the policy: true gradients, less underflow, resumed and refused"
 import copy, math, pickle
-from functools import partial
 from statistics import NormalDist
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
@@ -285,6 +284,7 @@ def test_a_loss_that_is_not_finite_leaves_everything():
     assert same({n: b for n, b in before.items() if n != 'held'}, {n: b for n, b in buffers(scaler).items() if n != 'held'})
 
 
+@pytest.mark.library
 @pytest.mark.parametrize('every', [1, 3])
 def test_resumed_bit_for_bit(tmp_path, every):
     toy = get_toy('two_towers')
@@ -362,6 +362,7 @@ torch.save((rows, [p.detach() for p in model.parameters()]), f'{folder}/{rank}.p
     assert all(same_bits(p, q) for p, q in zip(a[1], b[1]))
 
 
+@pytest.mark.library
 def test_in_a_learner(monkeypatch):
     from fastai.basics import Adam, Learner
     d, model = digits(), get_toy('deep_sigmoid').model()
