@@ -313,6 +313,22 @@ WRONG = {
         def steady(scale, grads):
             top = torch.stack([g.abs().max() for g in grads]).max()
             return torch.where(top >= 2**13, scale/2, torch.where(top >= 2**12, scale, scale*2))""",
+    # 22: each layer's own factor, not the product
+    'check_carried': 'lambda factors: factors',
+    # 22: what is smaller than FP16's smallest number, though half of it is rounded up
+    'check_lost_share': 'lambda sigma, factor: math.erf(2**-24/(sigma*factor*2**.5))',
+    # 22: takes out the layer's own factor, not the product
+    'check_own_factors': """
+        def own_factors(g, weights, inputs):
+            grads = []
+            for w, x in zip(weights, inputs):
+                k = w.shape[0]
+                sigma = (g.float().square().mean()*w.float().square().mean()*k/2).sqrt()
+                a = layer_factor(sigma, g.abs().max().float()*w.abs().max().float()*k)
+                g = g*a.half()
+                grads.append((g.T@x).float()/a)
+                g = g@w
+            return grads""",
     # 25: the gradient of a sum is one for every entry
     'check_sum_factors': 'lambda n: (n**-.5, n**-.5)',
     # 25: takes the rows' correlation for that of their products

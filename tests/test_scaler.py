@@ -1,11 +1,13 @@
 "The protocol of loss scalers: a contract over policies, and its holes one by one"
 import copy, pickle, re, warnings
 from collections import OrderedDict, namedtuple
+from functools import partial
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from conftest import ROOT
 
 from mpcourse.formats import same_bits
+from mpcourse.layerwise import LayerwiseScaler
 from mpcourse.scaler import LossScaler, StaticScaler, reduce_stats, valid_scale
 from mpcourse.toys import batches, get_toy
 
@@ -50,34 +52,7 @@ class ALS(LossScaler):
         return torch.where(many, self.scale/2, self.scale*2)
 
 
-class Layerwise(LossScaler):
-    "Throw-away: a factor for each parameter, in a second buffer, so that every gradient has its largest value near `target`"
-    def __init__(self, names=(), init_scale=2.**10, target=2.**10, **kw):
-        super().__init__(init_scale, names=list(names), target=target, **kw)
-        self.register_buffer('factors', torch.ones(len(names)))
-
-    def inv_scale(self, name=None): return super().inv_scale()/(1. if name is None else self.factors[self.names.index(name)])
-    def watch(self, model):
-        if model is None: raise ValueError('Layerwise watches the model: give it.')
-        return Watch(self, model)
-
-    def next_scale(self, stats):
-        seen = torch.stack([stats['amax', n] for n in self.names])
-        self.factors = torch.where(seen > 0, self.factors*torch.exp2(torch.log2(self.target/seen).floor()), self.factors)
-        return self.scale
-
-
-class Watch:
-    "Multiplies the gradient of each parameter by its factor, and notes the largest magnitude"
-    def __init__(self, scaler, model):
-        self.scaler, self.params = scaler, dict(model.named_parameters())
-        self.hooks = [p.register_hook(lambda g, i=i: g*scaler.factors[i]) for i, p in enumerate(self.params.values())]
-    def read(self): return {('amax', n): self.scaler.scale*self.scaler.factors[i]*p.grad.abs().max() for i, (n, p) in enumerate(self.params.items())}
-    def reset(self): pass
-    def remove(self): [h.remove() for h in self.hooks]
-
-
-POLICIES = dict(static=StaticScaler, torch=Torch, in_place=InPlace, als=ALS)
+POLICIES = dict(static=StaticScaler, torch=Torch, in_place=InPlace, als=ALS, layerwise=partial(LayerwiseScaler, ['0', '2']))
 policies = pytest.mark.parametrize('make', POLICIES.values(), ids=POLICIES)
 
 

@@ -4,7 +4,7 @@ import copy, warnings
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from fastai.optimizer import Adam as FAdam, OptimWrapper, SGD as FSGD
 from hypothesis import example, given, settings, strategies as st
-from test_scaler import ALS, InPlace, Layerwise, Torch
+from test_scaler import ALS, InPlace, Torch
 
 from mpcourse.formats import same_bits
 from mpcourse.recipe import train_fp16
@@ -188,7 +188,6 @@ def test_what_nobody_counts_and_what_nobody_watches_is_said():
     class Median(StaticScaler): wants = 'found_inf', 'median'
     with pytest.raises(ValueError) as e: judge(one(torch.ones(1)), Median())
     assert 'median' in str(e.value)
-    with pytest.raises(ValueError): GradStats(Layerwise(['0.weight']))
     with pytest.raises(TypeError): GradStats()
 
 
@@ -517,29 +516,6 @@ def test_als_finds_its_scale():
     "The rule of chapter 21 in two lines: up from 1 until the largest gradients reach 2^13"
     run = train_toy('deep_sigmoid', MixedStep(ALS()), steps=120)
     assert run.history['scale'][-1] > 2**8 and not any(run.history['skipped'][:10])
-
-
-# --- a layer-wise policy, thrown away after this ---
-
-def test_a_policy_with_a_factor_for_each_layer_fits_the_protocol():
-    toy = get_toy('deep_sigmoid')
-    plain, net = toy.model(), toy.model()
-    scaler = Layerwise([n for n, _ in net.named_parameters()], 2.**11)
-    steps, opts = (MixedStep(StaticScaler(2.**11)), MixedStep(scaler)), [toy.opt(m.parameters()) for m in (plain, net)]
-    for x, y in batches(toy.data(), 32, 8):
-        a, b = (s(m, x, y, o, toy.loss_func) for s, m, o in zip(steps, (plain, net), opts))
-        assert a['loss'] == b['loss'] and not b['skipped']                  # factors are powers of two: the same FP32 gradients
-    assert all(same_bits(p.data, q.data) for p, q in zip(plain.parameters(), net.parameters()))
-    assert len(set(scaler.factors.tolist())) > 2 and scaler.scale == 2**11
-    held = scaler.factors.clone()
-    steps[1](net, x*torch.nan, y, opts[1], toy.loss_func)                   # hold keeps the factors, too
-    assert same_bits(held, scaler.factors) and scaler.held == 1
-    twin = Layerwise([n for n, _ in net.named_parameters()])
-    twin.load_state_dict(scaler.state_dict())
-    assert same_bits(twin.factors, scaler.factors) and twin.target == scaler.target
-    assert len(net[1].weight._backward_hooks) == 1
-    steps[1].stats.watched.remove()
-    assert not net[1].weight._backward_hooks
 
 
 # --- ranks ---

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {'1': 'promises/test_1_no_nan', '2': 'promises/test_2_fp32', '3': 'promises/test_3_resume', '4': 'promises/test_4_ranks',
          '5': 'promises/test_5_gradscaler', '6': 'promises/test_6_conversions', '7': 'promises/test_7_arguments',
-         **{n: f'test_{n}' for n in 'scaler step callback checkpoint dynamic policies gradscaler als underflow'.split()}}    # a promise, or a chapter's own tests
+         **{n: f'test_{n}' for n in 'scaler step callback checkpoint dynamic policies gradscaler als layerwise underflow'.split()}}    # a promise, or a chapter's own tests
 OTHERS = ('fastai.basics', 'fastai.callback.schedule', 'fastai.callback.fp16', 'fastai.callback.tracker', 'pandas', 'pytest',
           'sklearn.datasets', 'matplotlib.pyplot', 'torch._dynamo', 'torch.distributed', 'ipywidgets', 'scipy.special', 'hypothesis',
           'pytest_timeout', 'pytest_rerunfailures', 'pydoc_data.topics', 'unittest.mock')   # imported once, before all tests
@@ -157,6 +157,13 @@ M = [Mutant(*row) for row in (
     ('als', 'for h in self.hooks: h.remove()\n\n@patch\ndef watch', 'pass\n\n@patch\ndef watch', 'als', 'hooks_go'),
     ('als', 'if self.scaler.saturate: return', 'if False: return', 'als', 'saturation_clips'),
     ('als', 'if not self.weights: return', 'if False: return', 'als', 'not_chosen'),
+    ('layerwise', 'super().inv_scale()/carried[name]', 'super().inv_scale()', 'layerwise', 'come_out_again'),
+    ('layerwise', 'if old != at: changes[giver][slot] = at/old', 'pass', 'layerwise', 'come_out_again'),
+    ('layerwise', 'return new, self.bounds[i]', 'return new, inf', 'layerwise', 'bound_of_a_layer'),
+    ('layerwise', '.minimum(U_MAX/top)', '', 'layerwise', 'is_the_formula'),
+    ('layerwise', 'if self.due or new != at:', 'if self.due:', 'layerwise', 'come_out_again'),
+    ('layerwise', "if ('numel', self.layers[0]) in stats:", 'if False:', 'layerwise', 'come_to_light'),
+    ('layerwise', 'torch.where(bad & (used > 1), lower, self.ceiling)', 'self.ceiling', 'layerwise', 'until_it_is_gone'),
     ('underflow', 'self.learn.opt.zero_grad()                          # the old', 'pass  #', 'underflow', 'old_scalers_hooks'),
     ('underflow', 'if self.stats.watched: self.stats.watched.remove()', 'pass', 'underflow', 'old_scalers_hooks'),
     # the drop-in
