@@ -109,7 +109,10 @@ class RunningMeanCB(Callback):
     "One step for `n_acc` examples or more, whose gradients are averaged as they come"
     order, run_valid = 6, False # before MixedPrecisionCB and GradientClip
     def __init__(self, n_acc=32): self.n_acc = n_acc
-    def before_fit(self): self.mean = RunningMean(self.learn.model.parameters())
+
+    def before_fit(self):
+        "Begin anew"
+        self.mean = RunningMean(self.learn.model.parameters())
 
     def before_step(self):
         "Step only when there are enough"
