@@ -21,7 +21,7 @@ from .scaler import LossScaler
 from .step import GradStats, judged, named_gradients
 from .tensorcore import fast_half
 
-# %% ../nbs/23_accumulate.ipynb #3ce35712
+# %% ../nbs/23_accumulate.ipynb #82806dbb
 def graphcore_mean(
     mean:Tensor, # of the k − 1 before
     g:Tensor, # the next one, of the same shape and dtype
@@ -38,7 +38,7 @@ def welford_mean(
     "M_k = M + (g − M)/k, as Welford (1962); three roundings, and the difference may overflow"
     return mean + (g - mean)/k
 
-# %% ../nbs/23_accumulate.ipynb #82806dbb
+# %% ../nbs/23_accumulate.ipynb #ce0081d6
 def lerp_mean(
     mean:Tensor, # of the k − 1 before
     g:Tensor, # the next one, of the same shape and dtype
@@ -61,7 +61,7 @@ def running_mean(
     if mean is None: raise ValueError(f'A mean of {grads!r}: there is no tensor in it.')
     return mean
 
-# %% ../nbs/23_accumulate.ipynb #8110ac35
+# %% ../nbs/23_accumulate.ipynb #1d4935c9
 class RunningMean:
     "The mean of gradients that come one micro-batch after the other, in their own dtype"
     def __init__(self,
@@ -85,7 +85,7 @@ class RunningMean:
         for p, mean in self.means.items(): p.grad = mean
         self.means, self.seen = {}, 0
 
-# %% ../nbs/23_accumulate.ipynb #a3bec5bf
+# %% ../nbs/23_accumulate.ipynb #81f45c90
 def mean_backward(
     model:nn.Module, # its gradients are averaged in the dtype of its weights
     parts, # the micro-batches of a step: (inputs, targets) each, of any sizes
@@ -104,7 +104,7 @@ def mean_backward(
     mean.put()
     return total
 
-# %% ../nbs/23_accumulate.ipynb #2e771dc0
+# %% ../nbs/23_accumulate.ipynb #c0f90c8b
 class RunningMeanCB(Callback):
     "One step for `n_acc` examples or more, whose gradients are averaged as they come"
     order, run_valid = 6, False # before MixedPrecisionCB and GradientClip
@@ -120,7 +120,7 @@ class RunningMeanCB(Callback):
         if self.mean.seen < self.n_acc: raise CancelBatchException
         self.mean.put()
 
-# %% ../nbs/23_accumulate.ipynb #bb71c35d
+# %% ../nbs/23_accumulate.ipynb #bb9c2c47
 STORING = ('nearest', 'stochastic', 'kahan')
 
 class HalfStorage:
@@ -165,7 +165,7 @@ class HalfStorage:
                 p.grad = None
                 p.data = half
 
-# %% ../nbs/23_accumulate.ipynb #3e02ba5d
+# %% ../nbs/23_accumulate.ipynb #e450c135
 @patch
 def state_dict(self:HalfStorage,
     opt:torch.optim.Optimizer, # of the same parameters
@@ -186,7 +186,7 @@ def load_state_dict(self:HalfStorage,
     for t, saved in zip(self.lost, state['lost']): t.copy_(saved)
     if self.generator is not None: self.generator.set_state(state['generator'])
 
-# %% ../nbs/23_accumulate.ipynb #5ddc6698
+# %% ../nbs/23_accumulate.ipynb #062a72e6
 class HalfStep:
     "A step for `toys.fit` without masters: half weights and gradients, FP32 for the length of the update"
     def __init__(self,
@@ -221,14 +221,14 @@ class HalfStep:
                 if go: opt.step()
         return dict(loss=loss, scale=self.outcome.scale, skipped=self.outcome.found_inf > 0)
 
-# %% ../nbs/23_accumulate.ipynb #cbab9ef2
+# %% ../nbs/23_accumulate.ipynb #c54b2573
 def check_top_scale(
     f, # (k, g) -> int
 ):
     "Check exercise 1 of chapter 23"
     expect(f, [((1, 1.), 15), ((64, 1.), 9), ((64, 2.**-10), 19), ((256, 2.), 6), ((1, 2.**-20), 35)])
 
-# %% ../nbs/23_accumulate.ipynb #d0d15ebb
+# %% ../nbs/23_accumulate.ipynb #7656eb66
 def check_weighted_mean(
     f, # list of (int, half tensor) -> half tensor
 ):
@@ -242,7 +242,7 @@ def check_weighted_mean(
         assert got.dtype == torch.float16, f'The mean is {got.dtype}: keep it in float16.'
         assert torch.equal(got, want), f'{parts[:4]}: got {got.tolist()}, expected {want.tolist()}.' 
 
-# %% ../nbs/23_accumulate.ipynb #f94f5345
+# %% ../nbs/23_accumulate.ipynb #9217eb62
 def check_ema(
     f, # (avg, w, decay, generator) -> None, in place
 ):
@@ -254,7 +254,7 @@ def check_ema(
     got, want = avg.float().mean().item(), 1 - .9999**5000
     assert abs(got - want) < .01, f'After 5,000 updates the mean of the averages is {got:.3f}, not {want:.3f}.' 
 
-# %% ../nbs/23_accumulate.ipynb #36f6b9ca
+# %% ../nbs/23_accumulate.ipynb #9a1bfbca
 def check_kahan(
     f, # (w, c, u) half tensors -> None, in place
 ):
