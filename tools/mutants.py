@@ -160,7 +160,7 @@ M = [Mutant(*row) for row in (
     ('underflow', 'self.learn.opt.zero_grad()                          # the old', 'pass  #', 'underflow', 'old_scalers_hooks'),
     ('underflow', 'if self.stats.watched: self.stats.watched.remove()', 'pass', 'underflow', 'old_scalers_hooks'),
     ('accumulate', 'return mean*((k - 1)/k) + g/k', 'return mean + (g - mean)/k', 'accumulate', 'two_of_the_formulas'),
-    ('accumulate', 'return mean.lerp(g, 1/k)', 'return mean + (g - mean)*(1/k)', 'accumulate', 'lerp_is_bounded'),
+    ('accumulate', 'return mean.lerp(g, 1/k)', 'return mean + (g - mean)*(1/k)', 'accumulate', 'two_of_the_formulas'),
     ('accumulate', 'new, n/self.seen)', 'new, 1/len(self.means))', 'accumulate', 'unequal_parts'),
     ('accumulate', 'if self.mean.seen < self.n_acc: raise CancelBatchException', 'pass', 'accumulate', 'fastais_in_fp32'),
     ('accumulate', "rounding = 'stochastic' if self.rounding == 'stochastic' else 'nearest'", "rounding = 'nearest'", 'accumulate', 'small_updates'),
