@@ -329,6 +329,22 @@ WRONG = {
                 grads.append((g.T@x).float()/a)
                 g = g@w
             return grads""",
+    # 23: one gradient fits, their sum does not
+    'check_top_scale': 'lambda k, g: int(15 - math.log2(g))',
+    # 23: every micro-batch counts alike
+    'check_weighted_mean': """
+        def weighted_mean(parts):
+            mean = torch.zeros_like(parts[0][1])
+            for k, (n, g) in enumerate(parts, 1): mean = mean.lerp(g, 1/k)
+            return mean""",
+    # 23: rounds to nearest
+    'check_ema': 'lambda avg, w, decay, generator: avg.copy_(avg.float().lerp(w.float(), 1 - decay))',
+    # 23: keeps what was cut off, and never adds it
+    'check_kahan': """
+        def kahan_(w, c, u):
+            old = w.clone()
+            w += u
+            c += u - (w - old)""",
     # 25: the gradient of a sum is one for every entry
     'check_sum_factors': 'lambda n: (n**-.5, n**-.5)',
     # 25: takes the rows' correlation for that of their products
