@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {'1': 'promises/test_1_no_nan', '2': 'promises/test_2_fp32', '3': 'promises/test_3_resume', '4': 'promises/test_4_ranks',
          '5': 'promises/test_5_gradscaler', '6': 'promises/test_6_conversions', '7': 'promises/test_7_arguments',
-         **{n: f'test_{n}' for n in 'scaler step callback checkpoint dynamic policies gradscaler als underflow'.split()}}    # a promise, or a chapter's own tests
+         **{n: f'test_{n}' for n in 'scaler step callback checkpoint dynamic policies gradscaler als underflow distributed'.split()}}    # a promise, or a chapter's own tests
 OTHERS = ('fastai.basics', 'fastai.callback.schedule', 'fastai.callback.fp16', 'fastai.callback.tracker', 'pandas', 'pytest',
           'sklearn.datasets', 'matplotlib.pyplot', 'torch._dynamo', 'torch.distributed', 'ipywidgets', 'scipy.special', 'hypothesis',
           'pytest_timeout', 'pytest_rerunfailures', 'pydoc_data.topics', 'unittest.mock')   # imported once, before all tests
@@ -159,6 +159,10 @@ M = [Mutant(*row) for row in (
     ('als', 'if not self.weights: return', 'if False: return', 'als', 'not_chosen'),
     ('underflow', 'self.learn.opt.zero_grad()                          # the old', 'pass  #', 'underflow', 'old_scalers_hooks'),
     ('underflow', 'if self.stats.watched: self.stats.watched.remove()', 'pass', 'underflow', 'old_scalers_hooks'),
+    # ranks
+    ('distributed', 'running_mean(parts)', 'sum(parts)/len(parts)', 'distributed', 'no_mean_is_larger'),
+    ('distributed', "'stochastic', 'inf'", "'nearest', 'inf'", 'distributed', 'stochastic_rounding'),
+    ('step', 'dist.group.WORLD if together else self.group', 'dist.group.WORLD if together else None', 'distributed', 'a_group_decides'),
     # the drop-in
     ('gradscaler', "if state['taken']: return optimizer.step(*args, **kwargs)", 'optimizer.step(*args, **kwargs)', 1, 'every_bit and gradscaler'),
     ('gradscaler', 'self.policy.load_state_dict(from_torch(state, **more).state_dict())', 'pass', 'gradscaler', 'torchs_state'),
