@@ -346,6 +346,11 @@ WRONG = {
             w += u
             c += u - (w - old)""",
     # 25: the gradient of a sum is one for every entry
+    'check_common': "lambda told: {n: sum(t[n] for t in told) for n in told[0]}",
+    'check_window_of_ranks': 'lambda world, divide_first: (-24, 15)',
+    'check_clip_together': """
+        def clip_together(params, max_norm): torch.nn.utils.clip_grad_norm_(params, max_norm)
+    """,
     'check_sum_factors': 'lambda n: (n**-.5, n**-.5)',
     # 25: takes the rows' correlation for that of their products
     'check_alike_factor': 'lambda b, rho: (b*(1 + (b - 1)*rho))**-.5',

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {'1': 'promises/test_1_no_nan', '2': 'promises/test_2_fp32', '3': 'promises/test_3_resume', '4': 'promises/test_4_ranks',
          '5': 'promises/test_5_gradscaler', '6': 'promises/test_6_conversions', '7': 'promises/test_7_arguments',
-         **{n: f'test_{n}' for n in 'scaler step callback checkpoint dynamic policies gradscaler als layerwise accumulate underflow'.split()}}    # a promise, or a chapter's own tests
+         **{n: f'test_{n}' for n in 'scaler step callback checkpoint dynamic policies gradscaler als layerwise accumulate distributed underflow'.split()}}    # a promise, or a chapter's own tests
 OTHERS = ('fastai.basics', 'fastai.callback.schedule', 'fastai.callback.fp16', 'fastai.callback.tracker', 'pandas', 'pytest',
           'sklearn.datasets', 'matplotlib.pyplot', 'torch._dynamo', 'torch.distributed', 'ipywidgets', 'scipy.special', 'hypothesis',
           'pytest_timeout', 'pytest_rerunfailures', 'pydoc_data.topics', 'unittest.mock')   # imported once, before all tests
@@ -174,6 +174,10 @@ M = [Mutant(*row) for row in (
     ('accumulate', 'w + self.lost[i] if self.lost else w', 'w', 'accumulate', 'small_updates'),
     ('accumulate', "with self.wide(): opt.load_state_dict(state['opt'])", "opt.load_state_dict(state['opt'])", 'accumulate', 'resumed'),
     ('accumulate', "self.generator.set_state(state['generator'])", 'pass', 'accumulate', 'resumed'),
+    # ranks
+    ('distributed', 'running_mean(parts)', 'sum(parts)/len(parts)', 'distributed', 'no_mean_is_larger'),
+    ('distributed', "'stochastic', 'inf'", "'nearest', 'inf'", 'distributed', 'stochastic_rounding'),
+    ('step', 'dist.group.WORLD if together else self.group', 'dist.group.WORLD if together else None', 'distributed', 'a_group_decides'),
     # the drop-in
     ('gradscaler', "if state['taken']: return optimizer.step(*args, **kwargs)", 'optimizer.step(*args, **kwargs)', 1, 'every_bit and gradscaler'),
     ('gradscaler', 'self.policy.load_state_dict(from_torch(state, **more).state_dict())', 'pass', 'gradscaler', 'torchs_state'),
