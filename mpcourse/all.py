@@ -39,6 +39,6 @@ from .plots import *  # noqa: F403
 
 # %% ../nbs/93_all.ipynb #a27af561
 MODULES = '''formats rounding toys failures tensorcore emulate recipe half master scaler step callback
-             checkpoint dynamic policies simulator gradscaler hooks monitor underflow als layerwise accumulate distributed unit unit_models
-             fp8 compare plots'''.split()
+             checkpoint dynamic policies simulator gradscaler hooks monitor underflow als layerwise
+             accumulate distributed unit unit_models fp8 compare plots'''.split()
 __all__ = [name for m in MODULES for name in sys.modules[f'mpcourse.{m}'].__all__]

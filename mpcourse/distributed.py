@@ -56,7 +56,7 @@ def stochastic_hook(
     parts, arrived = _exchanged(half)
     return arrived.then(lambda _: bucket.buffer().copy_(torch.stack(parts).float().mean(0)))
 
-# %% ../nbs/24_distributed.ipynb #59e32a99
+# %% ../nbs/24_distributed.ipynb #70d4ed0b
 def gather_frames(
     collector, # this rank's `TensorCollector`
 ): # a pandas DataFrame with a column `rank` on rank 0; None on the others
