@@ -56,7 +56,7 @@ def stochastic_hook(
     parts, arrived = _exchanged(half)
     return arrived.then(lambda _: bucket.buffer().copy_(torch.stack(parts).float().mean(0)))
 
-# %% ../nbs/24_distributed.ipynb #ff43c1c4
+# %% ../nbs/24_distributed.ipynb #4ed7dfaf
 def gather_frames(
     collector, # this rank's `TensorCollector`
 ): # a pandas DataFrame with a column `rank` on rank 0; None on the others
@@ -67,7 +67,7 @@ def gather_frames(
     dist.gather_object(mine.assign(rank=rank), frames)
     return None if frames is None else pd.concat(frames, ignore_index=True)
 
-# %% ../nbs/24_distributed.ipynb #ae3cdcc6
+# %% ../nbs/24_distributed.ipynb #b30fe375
 def check_common(
     f, # (list of dicts) -> dict
 ):
@@ -78,7 +78,7 @@ def check_common(
         got = f([dict(t) for t in told])
         assert got == want, f'{len(told)} ranks: got {got}, expected {want}.'
 
-# %% ../nbs/24_distributed.ipynb #2797c0ff
+# %% ../nbs/24_distributed.ipynb #7e458fcf
 def check_window_of_ranks(
     f, # (int, bool) -> (int, int)
 ):
@@ -96,7 +96,7 @@ def check_window_of_ranks(
             assert got is not None, 'window returned nothing: replace the stub with your solution.'
             assert tuple(got) == (good[0], good[-1]), f'{world} ranks, divide_first={first}: {got}.'
 
-# %% ../nbs/24_distributed.ipynb #c32c0316
+# %% ../nbs/24_distributed.ipynb #b6f3fbc7
 def check_clip_together(
     f, # (parameters, float) -> None, in place
 ):
