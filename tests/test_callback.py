@@ -812,3 +812,19 @@ def test_a_fused_step_reads_nothing_from_the_device(monkeypatch):
                                   At('before_backward', lambda l: on.append(1), 9.9, at_iter(2)), At('before_backward', lambda l: on.clear(), 10.1)])
     fit(learn, 1)
     assert not seen
+
+
+@pytest.mark.parametrize('cast', ['weights', 'autocast'])
+def test_ctrl_c_amid_autocasts_entry_leaves_no_autocast(cast, monkeypatch):
+    enter, calls = torch.autocast.__enter__, []
+    def cut_off(self):
+        out = enter(self)
+        calls.append(self)
+        if len(calls) == 5: raise KeyboardInterrupt
+        return out
+    monkeypatch.setattr(torch.autocast, '__enter__', cut_off)
+    learn, dtype = learner(mixed=dict(scaler=StaticScaler(), cast=cast)), torch.get_autocast_dtype('cpu')
+    with pytest.raises(KeyboardInterrupt): fit(learn, 2)
+    assert len(calls) == 5 and not torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu') == dtype
+    torch.autocast_increment_nesting()
+    assert torch.autocast_decrement_nesting() == 0

@@ -99,6 +99,7 @@ M = [Mutant(*row) for row in (
     ('callback', 'self.open.enter_context(self.lent)', 'pass', 2, 'computes_in_half'),
     ('callback', 'if self.stats.watched: self.stats.watched.remove()', 'pass', 'callback', 'watches'),
     ('callback', 'self.stats.see_loss(loss)', 'pass', 'callback', 'loss_that_is_nan'),
+    ('callback', 'with autocast_kept(kind), context()', 'with context()', 'callback', 'amid_autocasts'),
     ('callback', 'self.casting.close()', 'pass', 'callback', 'product_in_the_loss'),
     ('callback', 'return self.remove_cb(MixedPrecisionCB).remove_cb', 'return self.remove_cb', 2, 'to_fp32'),
     ('callback', '.as_subclass(Tensor)', '', 'callback', 'plain_tensors'),
