@@ -33,7 +33,7 @@ def run_ranks(
         jobs = [delayed(one)(rank) for rank in range(world)]
         return Parallel(n_jobs=world, batch_size=1, pre_dispatch='all')(jobs)
 
-# %% ../nbs/24_distributed.ipynb #a2992b3d
+# %% ../nbs/24_distributed.ipynb #5a10863b
 def _exchanged(half, group=None):
     "Everybody's FP16 gradients, and a future that says when they have arrived"
     parts = [torch.empty_like(half) for _ in range(dist.get_world_size(group))]
@@ -56,7 +56,7 @@ def stochastic_hook(
     parts, arrived = _exchanged(half)
     return arrived.then(lambda _: bucket.buffer().copy_(torch.stack(parts).float().mean(0)))
 
-# %% ../nbs/24_distributed.ipynb #4ed7dfaf
+# %% ../nbs/24_distributed.ipynb #e908b203
 def gather_frames(
     collector, # this rank's `TensorCollector`
 ): # a pandas DataFrame with a column `rank` on rank 0; None on the others
@@ -67,7 +67,7 @@ def gather_frames(
     dist.gather_object(mine.assign(rank=rank), frames)
     return None if frames is None else pd.concat(frames, ignore_index=True)
 
-# %% ../nbs/24_distributed.ipynb #b30fe375
+# %% ../nbs/24_distributed.ipynb #19087b9a
 def check_common(
     f, # (list of dicts) -> dict
 ):
@@ -78,7 +78,7 @@ def check_common(
         got = f([dict(t) for t in told])
         assert got == want, f'{len(told)} ranks: got {got}, expected {want}.'
 
-# %% ../nbs/24_distributed.ipynb #7e458fcf
+# %% ../nbs/24_distributed.ipynb #c57f0dbb
 def check_window_of_ranks(
     f, # (int, bool) -> (int, int)
 ):
@@ -96,7 +96,7 @@ def check_window_of_ranks(
             assert got is not None, 'window returned nothing: replace the stub with your solution.'
             assert tuple(got) == (good[0], good[-1]), f'{world} ranks, divide_first={first}: {got}.'
 
-# %% ../nbs/24_distributed.ipynb #b6f3fbc7
+# %% ../nbs/24_distributed.ipynb #31901a0d
 def check_clip_together(
     f, # (parameters, float) -> None, in place
 ):
