@@ -18,7 +18,7 @@ from .formats import expect
 from .half import cast as cast_floats
 from .rounding import quantize
 from .scaler import LossScaler
-from .step import GradStats, judged, named_gradients
+from .step import GradStats, MixedStep
 from .tensorcore import fast_half
 
 # %% ../nbs/23_accumulate.ipynb #82806dbb
@@ -187,8 +187,8 @@ def load_state_dict(self:HalfStorage,
     if self.generator is not None: self.generator.set_state(state['generator'])
 
 # %% ../nbs/23_accumulate.ipynb #062a72e6
-class HalfStep:
-    "A step for `toys.fit` without masters: half weights and gradients, FP32 for the length of the update"
+class HalfStep(MixedStep):
+    "`MixedStep` without masters: half weights and gradients, FP32 for the length of the update"
     def __init__(self,
         scaler:LossScaler, # which scale, and when to change it
         rounding:str='stochastic', # of the stored weights, as in `HalfStorage`
@@ -197,29 +197,25 @@ class HalfStep:
         clip:float=None, # largest global norm of the unscaled gradients
         compute=fast_half, # context of both passes; `contextlib.nullcontext`: torch's kernels
     ):
-        if not isinstance(scaler, LossScaler): raise ValueError(f'{scaler!r} is no loss scaler.')
+        super().__init__(scaler, compute=compute, clip=clip)
         if not (isinstance(parts, int) and parts > 0): raise ValueError(f'{parts!r} micro-batches cannot be.')
-        self.scaler, self.rounding, self.generator = scaler, rounding, generator
-        self.parts, self.clip, self.compute, self.model = parts, clip, compute, None
+        self.rounding, self.generator, self.parts = rounding, generator, parts
 
     def begin(self, model):
-        "Look at a new model, and watch it if the policy does"
-        self.model, self.stats = model, GradStats(self.scaler, model)
+        "Look at a new model, in half precision, and watch it if the policy does"
+        self.stats = GradStats(self.scaler, model)
         self.storage = HalfStorage(model.parameters(), self.rounding, self.generator)
 
-    def __call__(self, model, xb, yb, opt, loss_func):
-        if model is not self.model: self.begin(model)
-        self.stats.reset()
+    def backward(self, model, xb, yb, loss_func):
+        "Loss of a batch, and the mean of its micro-batches' gradients"
         micro = zip(xb.chunk(self.parts), yb.chunk(self.parts))
         with self.compute(): loss = mean_backward(model, micro, loss_func, self.scaler)
         self.stats.see_loss(loss)
-        with self.storage.wide():
-            self.stats.unscale_(named_gradients(opt, model))
-            self.outcome = self.stats.decide()
-            with judged(opt, self.outcome) as go:
-                if go and self.clip: nn.utils.clip_grad_norm_(model.parameters(), self.clip)
-                if go: opt.step()
-        return dict(loss=loss, scale=self.outcome.scale, skipped=self.outcome.found_inf > 0)
+        return loss
+
+    def update(self, model, opt, loss):
+        "As there, in FP32"
+        with self.storage.wide(): return super().update(model, opt, loss)
 
 # %% ../nbs/23_accumulate.ipynb #c54b2573
 def check_top_scale(

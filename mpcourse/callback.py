@@ -184,7 +184,7 @@ def valid_scheme(
     if dtype not in SCHEME_DTYPES.values():
         raise ValueError(f'There is no training in {dtype}: take {" or ".join(SCHEME_DTYPES)}.')
     if not isinstance(scaler, LossScaler | None):
-        raise ValueError(f'{scaler!r} is no loss scaler: make one, as StaticScaler(1024.).')
+        raise ValueError(f'{scaler!r} is no policy: give one, as DynamicScaler().')
     if dtype == torch.float16 and scaler is None:
         raise ValueError('FP16 loses small gradients: give a loss scaler, as StaticScaler(1024.).')
     if dtype == torch.bfloat16 and scaler is not None:
@@ -214,7 +214,6 @@ class MixedPrecisionCB(HalfPrecisionCB):
         finding = hasattr(learn, 'lr_finder') # lr_find is a fit, too
         if finding: self.history = StepHistory()
         self.stats = GradStats(self.scaler, learn.model, self.group)
-        self.stats.number = len(self.history) - 1
         try: yield
         finally:
             if self.stats.watched: self.stats.watched.remove()
@@ -232,6 +231,7 @@ class MixedPrecisionCB(HalfPrecisionCB):
         "Unscale, look, decide"
         opt = self.learn.opt
         self.stats.unscale_(named_gradients(opt, self.learn.model))
+        self.stats.number = len(self.history) - 1
         self.last_outcome = self.stats.decide()
         self.history.add(self.last_outcome)
         may_step = self.open.enter_context(judged(opt, self.last_outcome))

@@ -135,7 +135,7 @@ def read_training_state(
         if doc['format'] != FORMAT: raise ValueError(f'its format is {doc["format"]!r}')
     except Exception as e:
         raise ValueError(f'{path} is cut off, damaged, or no training state of this version: '
-                         f'{type(e).__name__}, {e}. Nothing was loaded.') from e
+                         f'{type(e).__name__}, {e}. Nothing was loaded: give another path.') from e
     return doc
 
 # %% ../nbs/13_checkpoint.ipynb #32e64301
@@ -160,7 +160,8 @@ def load_training_state(
     wrong = [f'{k} was {about.get(k)} and is {here.get(k)}' for k in about | here
              if about.get(k) != here.get(k)]
     if scaler is None and state is not None: wrong.append('it has a scaler, and none was given')
-    if wrong: raise ValueError(f'{path} does not fit: {wrong[0]}. Nothing was loaded.')
+    if wrong: raise ValueError(f'{path} does not fit: {wrong[0]}. Nothing was loaded: build all as '
+                               'it was when the file was written.')
     if state is not None: scaler.load_state_dict(state)              # this one may still refuse
     elif scaler is not None: warnings.warn(f'{path} has no scaler: {scaler} stays as it is.')
     _load_opt(opt, doc['opt'])
@@ -189,6 +190,9 @@ def _callbacks(learn):
     return out
 
 # %% ../nbs/13_checkpoint.ipynb #c13a0037
+def _mixed(learn): return next((cb for cb in learn.cbs if isinstance(cb, MixedPrecisionCB)), None)
+def _scaler(learn): return getattr(_mixed(learn), 'scaler', None)
+
 def fit_state(
     learn:Learner, # in a fit
 )->dict: # for a file
@@ -196,6 +200,7 @@ def fit_state(
     out = {n: getattr(learn, n) for n in ('epoch', 'iter', 'train_iter', 'pct_train')}
     out['grads'] = [n for n, p in learn.model.named_parameters() if p.grad is not None]
     out['callbacks'] = {n: numbers_of(cb) for n, cb in _callbacks(learn).items()}
+    if mixed := _mixed(learn): out['steps'] = mixed.history.rows
     if hasattr(learn, 'recorder'):
         out['recorder'] = {n: getattr(learn.recorder, n) for n in RECORDED}
         out['metrics'] = [numbers_of(m) for m in (learn.recorder.smooth_loss, *learn.metrics)]
@@ -211,6 +216,8 @@ def set_fit_state(
     for n, p in learn.model.named_parameters():     # weight decay acts on a zero, not on None
         p.grad = torch.zeros_like(p) if n in state['grads'] else None
     for n, cb in _callbacks(learn).items(): vars(cb).update(state['callbacks'].get(n, {}))
+    if mixed := _mixed(learn):
+        mixed.history.rows = [r.to(mixed.scaler.scale.device) for r in state['steps']]
     if 'recorder' not in state: return
     vars(learn.recorder).update(state['recorder'])
     metrics = (learn.recorder.smooth_loss, *learn.metrics)
@@ -249,7 +256,7 @@ def rest_of_epoch(
 def fit_arguments(
     learn:Learner, # at the start of a fit
 )->dict: # plain numbers
-    "What has to be the same for a fit to go on"
+    "What is compared before a fit goes on; its loss, data and callbacks are not"
     out = dict(epochs=learn.n_epoch, batches=len(learn.dls.train), examples=len(learn.dls.train_ds))
     for n in ('lr', 'wd'): out[n] = [float(h.get(n, 0.)) for h in learn.opt.hypers]
     for cb in learn.cbs:
@@ -322,9 +329,6 @@ def trains(
     "Is this a fit, and neither a validation nor an lr_find?"
     return in_fit(learn) and not hasattr(learn, 'lr_finder')
 
-def _scaler(learn):
-    return next((cb.scaler for cb in learn.cbs if isinstance(cb, MixedPrecisionCB)), None)
-
 # %% ../nbs/13_checkpoint.ipynb #c13a0044
 def save_fit(
     file:Path, # of this rank
@@ -345,11 +349,11 @@ def load_fit(
 
 # %% ../nbs/13_checkpoint.ipynb #ace2ddea
 class CheckpointCB(Callback):
-    "Save the whole training every few steps; the same `fit` goes on from there, bit for bit"
+    "Save the whole training every so often; the same `fit` of the same Learner goes on, bit for bit"
     order = 80 # after everything that counts or schedules
     def __init__(self,
         path:str|Path, # the file, removed when the fit is complete; with ranks one each
-        every:int=100, # steps between checkpoints
+        every:int=100, # batches between checkpoints; an accumulation is completed first
         resume:bool=True, # go on from the file if there is one
     ):
         if type(every) is not int or every < 1:

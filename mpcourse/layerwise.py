@@ -109,65 +109,66 @@ def plan(self:LayerwiseWatch,
 ):
     "Before a backward pass: the scale of each gradient, and a hook wherever it changes"
     scaler, n = self.scaler, len(self.layers)
-    host = torch.cat([scaler.factors, scaler.bounds, scaler.turn.float().view(1)]).tolist()
-    self.factors, self.bounds = host[:n], host[n:-1]
-    self.due = host[-1] == 0 or 0 in self.factors
+    numbers = torch.cat([scaler.factors, scaler.bounds, scaler.phase.float().view(1)]).tolist()
+    self.factors, self.bounds = numbers[:n], numbers[n:-1]
+    self.counting = numbers[-1] == 0 or 0 in self.factors
     arriving, changes = defaultdict(list), defaultdict(dict)
     for node in ordered(roots):
-        came = arriving.pop(node, [(None, 0, 1., inf)])
-        at, bound = self.meet(node, came)
-        for giver, slot, old, _ in came:
-            if old != at: changes[giver][slot] = at/old
-        at, bound = self.enter(node, at, bound)
+        arrived = arriving.pop(node, [(None, 0, 1., inf)])
+        carried, bound = self.joined(node, arrived)
+        for source, slot, old, _ in arrived:
+            if old != carried: changes[source][slot] = carried/old
+        carried, bound = self.handed_on(node, carried, bound)
         for slot, (n, _) in enumerate(node.next_functions):
-            if n is not None: arriving[n].append((node, slot, at, bound))
+            if n is not None: arriving[n].append((node, slot, carried, bound))
     for node, factors in changes.items(): node.register_hook(partial(_times, factors))
 
 @patch
-def meet(self:LayerwiseWatch,
+def joined(self:LayerwiseWatch,
     node, # of autograd's graph
-    came:list, # (giver, slot, scale, bound) of each gradient that arrives there
+    arrived:list, # (source, slot, scale, bound) of each gradient that arrives there
 )->tuple: # scale of their sum, bound
     "The scale that gradients carry where they are added; at a parameter, that of its layer"
-    bound, p = min(b for *_, b in came), getattr(node, 'variable', None)
-    if p is None: return common_scale([scale for *_, scale, _ in came], bound), bound
-    at = self.factors[self.owners[p]] or 1. if p in self.owners else 1.
-    if p in self.names: self.carried[self.names[p]] = at
-    return at, bound
+    bound, p = min(b for *_, b in arrived), getattr(node, 'variable', None)
+    if p is None: return common_scale([scale for *_, scale, _ in arrived], bound), bound
+    carried = self.factors[self.owners[p]] or 1. if p in self.owners else 1.
+    if p in self.names: self.carried[self.names[p]] = carried
+    return carried, bound
 
 @patch
-def enter(self:LayerwiseWatch,
+def handed_on(self:LayerwiseWatch,
     node, # of autograd's graph
-    at:float, # the scale that its gradient carries
-    bound:float, # the largest that it could carry
+    carried:float, # the scale in its gradient
+    bound:float, # the largest that could be in it
 )->tuple: # scale and bound of what it hands on
     "At a layer the scale becomes the layer's; any other node passes it through"
-    if self not in node.metadata: return at, bound
+    if self not in node.metadata: return carried, bound
     i, node.metadata[self] = node.metadata[self], None
     if i is None: raise ValueError('This graph was scaled before: scale all its losses in one call.')
-    new = self.factors[i] or at
-    if self.due or new != at: node.register_prehook(partial(self.scale, i, new, new/at, self.due))
+    new = self.factors[i] or carried
+    if self.counting or new != carried:
+        node.register_prehook(partial(self.scale, i, new, new/carried, self.counting))
     return new, self.bounds[i]
 
 # %% ../nbs/22_layerwise.ipynb #49cb8f47
 @patch
 def scale(self:LayerwiseWatch,
     i:int, # which layer
-    at:float, # the scale that its gradient shall carry
+    carried:float, # the scale that its gradient shall carry
     factor:float, # by which it has to be multiplied for that
-    due:bool, # count?
+    counting:bool, # count?
     grads:tuple, # the gradient of the layer's output
 )->tuple: # the same, scaled
     "A hook: multiply, and count"
     if grads[0] is None: return grads
     g = grads[0]*factor
-    if due: self.count(i, at, g)
+    if counting: self.count(i, carried, g)
     return (g,)
 
 @patch
 def count(self:LayerwiseWatch,
     i:int, # which layer
-    at:float, # the scale in its gradient
+    carried:float, # the scale in its gradient
     g:Tensor, # which is this
 ):
     "Add up the squares of gradient times weight, and keep the largest"
@@ -179,12 +180,12 @@ def count(self:LayerwiseWatch,
     s['squares', n] = s.get(('squares', n), 0.) + squares
     s['numel', n] = s.get(('numel', n), 0.) + g.numel()
     s['amax', 'peak', n] = peak.maximum(s.get(('amax', 'peak', n), torch.zeros_like(peak)))
-    s['amax', 'at', n] = at
+    s['amax', 'carried', n] = carried
 
 @patch
 def read(self:LayerwiseWatch)->dict: # {name: 0-dim tensor}; nothing where no step was looked at
     "What was counted since `reset`; the same names on every rank"
-    kinds, home = (('squares',), ('numel',), ('amax', 'peak'), ('amax', 'at')), self.scaler.scale
+    kinds, home = (('squares',), ('numel',), ('amax', 'peak'), ('amax', 'carried')), self.scaler.scale
     names = [(*kind, n) for kind in kinds for n in self.scaler.layers] if self.sums else []
     return {n: torch.as_tensor(self.sums.get(n, 0.)).to(home) for n in names}
 
@@ -210,7 +211,7 @@ class LayerwiseScaler(LossScaler):
         self.register_buffer('factors', torch.zeros(len(layers)))
         self.register_buffer('bounds', torch.full((len(layers),), inf))
         self.register_buffer('ceiling', torch.tensor(float(cap)))
-        self.register_buffer('turn', torch.tensor(0))
+        self.register_buffer('phase', torch.tensor(0))
         self.watched = None
 
     def __getstate__(self): return vars(self) | dict(watched=None)
@@ -240,7 +241,7 @@ class LayerwiseScaler(LossScaler):
 def next_scale(self:LayerwiseScaler, stats):
     "Choose the factors if this step was looked at; an overflow lowers scale and ceiling"
     bad, used = stats['found_inf'] != 0, self.factors.amax()
-    self.turn = (self.turn + 1) % int(self.every)
+    self.phase = (self.phase + 1) % int(self.every)
     lower = (used/4).clamp(min=1).minimum(self.ceiling)
     self.ceiling = torch.where(bad & (used > 1), lower, self.ceiling)
     if ('numel', self.layers[0]) in stats: self.choose(stats)
@@ -252,12 +253,13 @@ def choose(self:LayerwiseScaler,
     stats:dict, # {name: 0-dim tensor}, with those of all layers
 ):
     "Each layer's factor from its own statistics; 0 where all was zero, or not finite"
-    def of(*kind): return torch.stack([stats[(*kind, n)] for n in self.layers])
-    at, peak, sigma = of('amax', 'at'), of('amax', 'peak'), (of('squares')/of('numel')).sqrt()
+    def stacked(*kind): return torch.stack([stats[(*kind, n)] for n in self.layers])
+    carried, peak = stacked('amax', 'carried'), stacked('amax', 'peak')
+    sigma = (stacked('squares')/stacked('numel')).sqrt()
     known = (sigma > 0) & sigma.isfinite() & peak.isfinite()
-    factors = layer_factor(sigma/at, peak/at, self.share, self.cap)
+    factors = layer_factor(sigma/carried, peak/carried, self.share, self.cap)
     self.factors = torch.where(known, factors, 0.)
-    self.bounds = torch.where(known, U_MAX*at/peak, inf)
+    self.bounds = torch.where(known, U_MAX*carried/peak, inf)
 
 @patch
 def by_layer(self:LayerwiseScaler)->dict: # name -> float; 0: not known

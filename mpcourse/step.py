@@ -263,7 +263,7 @@ class MixedStep:
         group=None, # process group that decides together; None: all ranks, if there are any
     ):
         if not isinstance(scaler, LossScaler):
-            raise ValueError(f'{scaler!r} is no loss scaler: make one, as StaticScaler(1024.).')
+            raise ValueError(f'{scaler!r} is no policy: give one, as DynamicScaler().')
         if cast not in ('weights', 'autocast'):
             raise ValueError(f"There is no cast={cast!r}: take 'weights' or 'autocast'.")
         self.scaler, self.dtype, self.cast, self.compute = scaler, dtype, cast, compute
@@ -291,11 +291,21 @@ class MixedStep:
             sum(tree_leaves(scaled)).backward()
         return sum(tree_leaves(loss)).detach()
 
-    def __call__(self, model, xb, yb, opt, loss_func):
+    def __call__(self,
+        model:nn.Module, # in FP32, its inputs on its device
+        xb, # a tensor, or a tuple of them
+        yb, # targets
+        opt, # of the model's parameters
+        loss_func, # (FP32 predictions, targets) -> 0-dim loss, or a nest of losses, which are added
+    )->dict: # 'loss' without the scale, 'scale' of this step, 'skipped': 0-dim tensors
+        "A whole step: empty the gradients, forward, backward, unscale, decide, clip, step or skip"
         if self.stats is None or self.stats.model is not model: self.begin(model)
         self.stats.reset()
         opt.zero_grad()
-        loss = self.backward(model, xb, yb, loss_func)
+        return self.update(model, opt, self.backward(model, xb, yb, loss_func))
+
+    def update(self, model, opt, loss):
+        "After the backward pass: unscale, decide, clip, step or skip"
         self.stats.unscale_(named_gradients(opt, model))
         self.outcome = self.stats.decide()
         with judged(opt, self.outcome) as go:

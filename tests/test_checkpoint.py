@@ -23,7 +23,8 @@ def outcome(learn):
     rec, cb = learn.recorder, getattr(learn, 'mixed_precision_cb', None)
     return dict(whole(learn), buffers=tree(dict(learn.model.named_buffers())), losses=tree(list(rec.losses)), lrs=list(map(float, rec.lrs)),
                 values=[list(map(float, v)) for v in rec.values], scaler=None if cb is None else tree(cb.scaler.state_dict()), iters=list(rec.iters),
-                random=(random.random(), np.random.rand(), torch.rand(()).item()), train_iter=learn.train_iter)
+                random=(random.random(), np.random.rand(), torch.rand(()).item()), train_iter=learn.train_iter,
+                steps=cb and [cb.history.scales.tolist(), cb.history.skipped.tolist(), cb.last_outcome.number])
 
 
 def differ(a, b): return [k for k in b if not same(a[k], b[k])]

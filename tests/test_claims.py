@@ -109,6 +109,8 @@ def test_a_module_behind_a_module_counts(small_course, tmp_path):
     old = claims.code_hash(path, pkg)
     (pkg/'four.py').write_text('z = 2')
     assert claims.code_hash(path, pkg) == old
+    (pkg/'three.py').write_text('"What y is"\ny = 1      # one')          # a docstring, a comment: nothing else runs
+    assert claims.code_hash(path, pkg) == old
     (pkg/'three.py').write_text('y = 2')
     assert claims.code_hash(path, pkg) != old
 

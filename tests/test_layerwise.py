@@ -103,7 +103,7 @@ def own_gradients(model, x, factors=None, loss=lambda out: out.square().mean()):
     else:
         scaler = LayerwiseScaler(model, 2.**6)
         scaler.factors.copy_(torch.tensor(factors))
-        scaler.turn += 1
+        scaler.phase += 1
         watch = scaler.watch(model)
         scaler.scale_loss(loss(model(x))).backward()
         for n, p in model.named_parameters():
@@ -146,7 +146,7 @@ def test_the_bound_of_a_layer_holds_where_its_gradient_meets_another():
     scaler = LayerwiseScaler(['a'])
     watch = scaler.watch(model)
     for bound in (math.inf, 2.**8):
-        scaler.factors.fill_(2.**9), scaler.bounds.fill_(bound), scaler.turn.fill_(1)
+        scaler.factors.fill_(2.**9), scaler.bounds.fill_(bound), scaler.phase.fill_(1)
         h, x.grad = 1*x, None
         h.register_hook(seen.append)
         scaler.scale_loss(model(h).sum()).backward()
@@ -241,7 +241,7 @@ def test_between_two_choices_nothing_is_counted():
 def test_zeros_and_infinities_say_nothing():
     model = get_toy('relu_mlp').model()
     scaler = LayerwiseScaler(model)
-    def stat(squares, peak=1.): return {(*k, n): torch.tensor(v) for n in scaler.layers for k, v in ((('squares',), squares), (('numel',), 10.), (('amax', 'peak'), peak), (('amax', 'at'), 1.))}
+    def stat(squares, peak=1.): return {(*k, n): torch.tensor(v) for n in scaler.layers for k, v in ((('squares',), squares), (('numel',), 10.), (('amax', 'peak'), peak), (('amax', 'carried'), 1.))}
     for squares, peak in ((0., 0.), (math.inf, 1.), (math.nan, 1.), (1., math.inf)):
         scaler.factors.fill_(4.)
         scaler.update(stats() | stat(squares, peak))
@@ -259,7 +259,7 @@ def test_an_overflow_skips_and_lowers_scale_and_ceiling_until_it_is_gone():
     step, opt = MixedStep(LayerwiseScaler(model, 2.**4)), torch.optim.SGD(model.parameters(), lr=1e-3)
     step.scaler.factors.copy_(torch.tensor([2.**30, 2.**4, 1.])), step.scaler.ceiling.fill_(2.**40)
     step.scaler.every, before, skipped = 10**6, copy.deepcopy(model.state_dict()), []
-    step.scaler.turn += 1
+    step.scaler.phase += 1
     for i in range(20):
         ceiling, scale = step.scaler.ceiling.item(), step.scaler.scale.item()
         skipped.append(bool(step(model, x, y, opt, F.mse_loss)['skipped']))

@@ -25,6 +25,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 STORE = ROOT/'studies'/'claims.json'
 WANTED = 'Python 3.10', 'Python 3.11', 'Python 3.14', 'torch 2.6', 'torch 2.13'  # oldest and newest; the table names those not run
+NOT_RUN = re.compile(r'^#\| *(eval: *false|cuda)', re.M)
 LIMIT = 600        # seconds for one cell: a slow machine does not miss it
 
 
@@ -122,6 +123,17 @@ def module_files(
     return frozenset(seen)
 
 
+def bare(code: str) -> str: # what of it runs
+    "Code without comments and docstrings; as it is where a line is IPython's"
+    try: tree = ast.parse(code)
+    except SyntaxError: return code
+    for n in ast.walk(tree):
+        body = getattr(n, 'body', None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(getattr(body[0].value, 'value', None), str):
+            del body[0]
+    return ast.dump(tree)
+
+
 def digest(*parts): return hashlib.sha256('\0'.join(parts).encode()).hexdigest()[:12]
 
 
@@ -129,10 +141,10 @@ def code_hash(
     path: Path, # a notebook
     package: Path=ROOT/'mpcourse',
 ) -> str: # twelve hexadecimal digits
-    "A fingerprint of its code cells and of the modules behind them"
-    sources = [s for _, _, s in code_cells(path)]
+    "A fingerprint of its code cells and of the modules behind them: of what runs, not of what it says"
+    sources = [s for _, _, s in code_cells(path) if not NOT_RUN.search(s)]
     files = set().union(*(module_files(m, package) for s in sources for m in imported(s)))
-    return digest(*sources, *(p.read_text(encoding='utf-8') for p in sorted(files)))
+    return digest(*map(bare, sources), *(bare(p.read_text(encoding='utf-8')) for p in sorted(files)))
 
 
 def key_of(code, v): return digest(code, str(v.env), versions(v.python), machine())
@@ -193,7 +205,7 @@ def prepared(path):
     "A copy with the two cells of our own around it; what needs a GPU, or is only to be read, is not run"
     nb = nbformat.read(path, as_version=4)
     for c in nb.cells:
-        c.metadata['tags'] = ['skip-execution'] if re.search(r'^#\| *(eval: *false|cuda)', c.source, re.M) else []
+        c.metadata['tags'] = ['skip-execution'] if NOT_RUN.search(c.source) else []
     nb.cells = [nbformat.v4.new_code_cell(BEFORE), *nb.cells, nbformat.v4.new_code_cell(AFTER)]
     return nb
 
