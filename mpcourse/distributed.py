@@ -73,10 +73,10 @@ def check_common(
 ):
     "Check exercise 1 of chapter 24"
     a, b = dict(found_inf=0., loss_nonfinite=1., amax=8.), dict(found_inf=2., loss_nonfinite=0., amax=32.)
-    for told, inf in (([a], 0.), ([a, b], 2.), ([b, a, b], 4.)):
-        want = dict(found_inf=inf, loss_nonfinite=1., amax=max(t['amax'] for t in told))
-        got = f([dict(t) for t in told])
-        assert got == want, f'{len(told)} ranks: got {got}, expected {want}.'
+    for seen, inf in (([a], 0.), ([a, b], 2.), ([b, a, b], 4.)):
+        want = dict(found_inf=inf, loss_nonfinite=1., amax=max(t['amax'] for t in seen))
+        got = f([dict(t) for t in seen])
+        assert got == want, f'{len(seen)} ranks: got {got}, expected {want}.'
 
 # %% ../nbs/24_distributed.ipynb #c57f0dbb
 def check_window_of_ranks(
