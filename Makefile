@@ -39,8 +39,8 @@ oracle: .venv/.installed ## trainings of this tree against the first edition's, 
 mutants: .venv/.installed ## break one line at a time: tests must see it (MUTANTS="step als" for some modules)
 	@$(BIN)/python tools/mutants.py $(MUTANTS)
 
-fuzz: .venv/.installed ## 100,000 random steps of scalers and models, about an hour (FUZZ=100 for fewer)
-	@FUZZ=$(or $(FUZZ),2000) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --timeout 0 -p no:cacheprovider tests/test_fuzz.py
+fuzz: .venv/.installed ## 100,000 random steps of scalers and models, half an hour (FUZZ=100 for fewer)
+	@FUZZ=$(or $(FUZZ),1000) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --timeout 0 -p no:cacheprovider tests/test_fuzz.py
 
 matrix: .venv/.installed ## the library under the oldest and newest Python, torch and fastai; downloads gigabytes (MATRIX=oldest)
 	@$(BIN)/python tools/matrix.py $(MATRIX)
