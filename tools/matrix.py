@@ -72,7 +72,7 @@ def run(name, python, pins):
     here = environment(name, python, pins)
     env = os.environ | dict(OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT))
     files = [f'tests/test_{n}.py' for n in FASTAI]
-    done = subprocess.run([here, '-m', 'pytest', '-q', '-m', 'library', '-n', '2', '-p', 'no:cacheprovider', *files],
+    done = subprocess.run([here, '-m', 'pytest', '-m', 'library', '-n', '2', '-p', 'no:cacheprovider', *files],
                           cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode: print(done.stdout[-6000:], done.stderr[-2000:])
     return done.returncode, f'{name:7} Python {versions(here)}: {done.stdout.strip().splitlines()[-1]}'
