@@ -58,7 +58,9 @@ def ranks(tmp_path):
         env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join([str(ROOT/'tests'), os.environ.get('PYTHONPATH', '')])}
         procs = [subprocess.Popen([sys.executable, '-c', RANK.format(code=code), str(r), str(n), str(tmp_path)], env=env, text=True,
                                   stderr=subprocess.PIPE) for r in range(n)]
-        errs = [p.communicate(timeout=200)[1] for p in procs]
+        try: errs = [p.communicate(timeout=200)[1] for p in procs]
+        finally:
+            for p in procs: p.kill()        # where one waits for a rank that is gone
         for p,err in zip(procs, errs): assert p.returncode == ends, err[-3000:]
         return None if ends else [torch.load(tmp_path/f'{r}.pt', weights_only=False) for r in range(n)]
     return run
