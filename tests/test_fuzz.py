@@ -82,9 +82,9 @@ class DropIn(RuleBasedStateMachine):
 
 class Policy(RuleBasedStateMachine):
     "A scaler of the library beside the published rule on Python numbers, saved, copied and loaded on the way"
-    @initialize(name=st.sampled_from([n for n in POLICIES if n in RULES and n != 'logmax']), init=st.integers(10, 14))     # Backoff's ceiling is 2^14
+    @initialize(name=st.sampled_from([n for n in POLICIES if n in RULES and n != 'logmax']), init=st.integers(10, 20))
     def begin(self, name, init):
-        self.name, self.init, self.trace = name, 2.**init, ''
+        self.name, self.init, self.trace = name, min(2.**init, get_policy(name).max_scale), ''
         self.scaler, self.stopped = self.made(), False
 
     def made(self):
