@@ -828,3 +828,19 @@ def test_ctrl_c_amid_autocasts_entry_leaves_no_autocast(cast, monkeypatch):
     assert len(calls) == 5 and not torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu') == dtype
     torch.autocast_increment_nesting()
     assert torch.autocast_decrement_nesting() == 0
+
+
+def test_ctrl_c_amid_no_grads_exit_leaves_gradients_on():
+    class AmidExit(Callback):
+        "no_grad has been entered, and Ctrl-C comes before it puts gradients back"
+        def after_epoch(self):
+            torch.set_grad_enabled(False)
+            raise KeyboardInterrupt
+    learn = learner(mixed=dict(scaler=StaticScaler()))
+    learn.add_cb(amid := AmidExit())
+    try:
+        with pytest.raises(KeyboardInterrupt): fit(learn, 2)
+        assert torch.is_grad_enabled()
+    finally: torch.set_grad_enabled(True)
+    learn.remove_cb(amid)
+    fit(learn, 1)

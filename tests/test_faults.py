@@ -107,6 +107,7 @@ def test_ctrl_c_at_a_hundred_moments_leaves_an_fp32_model_that_trains(cast):
             assert all(p.dtype == torch.float32 and p.isfinite().all() for p in learn.model.parameters())
             assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in learn.model.modules()] == hooks
             assert type(learn.model[0]).forward is nn.Linear.forward and 'forward' not in vars(learn.model[0])
+            assert torch.is_grad_enabled()
             with torch.no_grad(): assert learn.model(x).dtype == torch.float32
             if i % 20 == 0: quiet_fit(learn, 1)
     finally:
