@@ -131,14 +131,17 @@ class HalfPrecisionCB(Callback):
         "Half precision until `after_backward`, and FP32 again, whatever happens"
         learn, kind = self.learn, next(self.learn.model.parameters()).device.type
         compute = self.compute or (fast_half if kind == 'cpu' else nullcontext)
-        with ExitStack() as self.open, ExitStack() as self.casting:
-            self.open.callback(setattr, learn, 'xb', learn.xb)
-            self.open.enter_context(compute())
-            if self.cast == 'weights':
-                self.open.enter_context(self.lent)
-                learn.xb = cast_floats(learn.xb, self.dtype)
-            else: self.casting.enter_context(torch.autocast(kind, self.dtype))
-            yield
+        try:
+            with ExitStack() as self.open, ExitStack() as self.casting:
+                self.open.callback(setattr, learn, 'xb', learn.xb)
+                self.open.enter_context(compute())
+                if self.cast == 'weights':
+                    self.open.enter_context(self.lent)
+                    learn.xb = cast_floats(learn.xb, self.dtype)
+                else: self.casting.enter_context(torch.autocast(kind, self.dtype))
+                yield
+        finally:
+            if self.lent: self.lent.remove() # Ctrl-C may have come while it was entered or left
 
     def before_fit(self):
         "Look at the model that there is now; a validation fires this event, too"

@@ -233,7 +233,9 @@ class HalfWeights:
 
     def remove(self):
         "Put the plain forwards back; does nothing if they are there"
-        while self.before: _restore(*self.before.pop())
+        while self.before:
+            _restore(*self.before[-1])
+            self.before.pop()                           # only now: Ctrl-C may come between the two
 
     def __enter__(self): return self.install()
     def __exit__(self, *exc): self.remove()

@@ -10,6 +10,7 @@ from fastai.callback.all import GradientAccumulation, GradientClip
 
 from mpcourse.callback import MixedPrecisionCB, StepHistory, quiet_fit, tensor_dls
 from mpcourse.formats import same_bits
+from mpcourse.master import HalfWeights
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import StepOutcome
 from mpcourse.tensorcore import fast_half
@@ -114,6 +115,7 @@ def assert_clean(learn, ids=None, hooks=None):
     m = learn.model
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     assert {t.dtype for t in m.state_dict().values() if t.is_floating_point()} == {F32}
+    assert not any('forward' in vars(mod) for mod in m.modules())
     assert not any(n in vars(mod) for mod in m.modules() for n in ('weight', 'bias', 'unused'))
     assert all(isinstance(getattr(mod, n), nn.Parameter) for mod in m.modules() for n,p in mod._parameters.items() if p is not None)
     assert m.head.weight is m.emb.weight
@@ -844,3 +846,14 @@ def test_ctrl_c_amid_no_grads_exit_leaves_gradients_on():
     finally: torch.set_grad_enabled(True)
     learn.remove_cb(amid)
     fit(learn, 1)
+
+
+def test_ctrl_c_amid_lending_takes_the_half_weights_back(monkeypatch):
+    def cut_off(self):
+        self.install()
+        raise KeyboardInterrupt
+    learn = learner(mixed=dict(scaler=StaticScaler()))
+    ids, hooks = [id(p) for p in learn.model.parameters()], hooks_of(learn.model)
+    monkeypatch.setattr(HalfWeights, '__enter__', cut_off)
+    with pytest.raises(KeyboardInterrupt): fit(learn, 2)
+    assert_clean(learn, ids, hooks)

@@ -69,7 +69,7 @@ M = [Mutant(*row) for row in (
     # half weights and masters
     ('master', 'self.before = model, dtype, {}', 'self.before = model, torch.bfloat16, {}', 2, 'computes_in_half'),
     ('master', 'for place in reversed(before): _restore(*place)', 'pass', 2, 'plain'),
-    ('master', 'while self.before: _restore(*self.before.pop())', 'self.before.clear()', 2, 'plain'),
+    ('master', '            _restore(*self.before[-1])\n', '', 2, 'plain'),
     ('master', 'return partial, (self.plain,)', 'return HalfForward, (self.module, self.owner)', 2, 'a_copy_taken'),
     ('master', 'if p.is_floating_point() and p.dtype != torch.float32:', 'if False:', 6, 'wide_or_bf16'),
     ('master', 'with self.autocast(): yield', 'yield', 6, 'buffer_meets'),
@@ -101,6 +101,7 @@ M = [Mutant(*row) for row in (
     ('callback', 'self.stats.see_loss(loss)', 'pass', 'callback', 'loss_that_is_nan'),
     ('callback', 'with modes_kept(kind), context()', 'with context()', 'callback', 'amid_autocasts'),
     ('callback', 'torch.set_grad_enabled(recording)', 'pass', 'callback', 'amid_no_grads'),
+    ('callback', 'if self.lent: self.lent.remove()', 'pass', 'callback', 'amid_lending'),
     ('callback', 'self.casting.close()', 'pass', 'callback', 'product_in_the_loss'),
     ('callback', 'return self.remove_cb(MixedPrecisionCB).remove_cb', 'return self.remove_cb', 2, 'to_fp32'),
     ('callback', '.as_subclass(Tensor)', '', 'callback', 'plain_tensors'),
