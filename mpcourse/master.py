@@ -180,11 +180,6 @@ class FP32Forward(HalfForward):
         return out if isinstance(self.module, _Loss) else cast(out, self.dtype)
 
 # %% ../nbs/09_master.ipynb #77cea9b5
-def _restore(m, name, old):
-    "Put back what an attribute was"
-    if old is None: m.__dict__.pop(name, None)
-    else: m.__dict__[name] = old
-
 def _shadow(modules, names, dtype, put):
     "Put half copies before the weights of modules, one copy for each parameter"
     places = [(m, n) for m in modules for n in names.get(m, ()) if m._parameters.get(n) is not None]
@@ -226,16 +221,27 @@ class HalfWeights:
 
     def install(self):
         "Wrap the forwards; does nothing if they are wrapped"
-        for new in self.forwards if not self.before else ():
-            self.before.append((new.module, 'forward', new.module.__dict__.get('forward')))
-            new.module.__dict__['forward'] = new
+        for new in self.forwards:
+            if new.module.__dict__.get('forward') is not new: self._put(new.module, 'forward', new)
         return self
 
     def remove(self):
         "Put the plain forwards back; does nothing if they are there"
-        while self.before:
-            _restore(*self.before[-1])
-            self.before.pop()                           # only now: Ctrl-C may come between the two
+        self._put_back()
+        self.active.clear()
+
+    def _put(self, m, name, value):
+        "Set an attribute of a module and remember what it was"
+        self.before.append((m, name, m.__dict__.get(name)))
+        m.__dict__[name] = value
+
+    def _put_back(self, n=0):
+        "Undo all but the first n of these changes; Ctrl-C may come between two lines"
+        while len(self.before) > n:
+            m, name, old = self.before[-1]
+            if old is None: m.__dict__.pop(name, None)
+            else: m.__dict__[name] = old
+            self.before.pop()
 
     def __enter__(self): return self.install()
     def __exit__(self, *exc): self.remove()
@@ -244,16 +250,13 @@ class HalfWeights:
     @contextmanager
     def cast_weights(self, module):
         "Within it a module and its parts have half weights, and products cast what is FP32; `forward` is called in it"
-        new, before = [m for m in module.modules() if m not in self.active], []
-        def put(m, name, value):
-            before.append((m, name, m.__dict__.get(name)))
-            m.__dict__[name] = value
+        new, n = [m for m in module.modules() if m not in self.active], len(self.before)
         try:
             self.active.update(new)
-            _shadow(new, self.names, self.dtype, put)
+            _shadow(new, self.names, self.dtype, self._put)
             with self.autocast(): yield
         finally:
-            for place in reversed(before): _restore(*place)
+            self._put_back(n)
             self.active.difference_update(new)
 
 # %% ../nbs/09_master.ipynb #0700827b

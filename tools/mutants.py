@@ -68,8 +68,8 @@ M = [Mutant(*row) for row in (
     # the look and the unscaling, and their order
     # half weights and masters
     ('master', 'self.before = model, dtype, {}', 'self.before = model, torch.bfloat16, {}', 2, 'computes_in_half'),
-    ('master', 'for place in reversed(before): _restore(*place)', 'pass', 2, 'plain'),
-    ('master', '            _restore(*self.before[-1])\n', '', 2, 'plain'),
+    ('master', 'self._put_back(n)', 'pass', 2, 'a_copy_taken'),
+    ('master', '            if old is None: m.__dict__.pop(name, None)\n            else: m.__dict__[name] = old\n', '', 2, 'plain'),
     ('master', 'return partial, (self.plain,)', 'return HalfForward, (self.module, self.owner)', 2, 'a_copy_taken'),
     ('master', 'if p.is_floating_point() and p.dtype != torch.float32:', 'if False:', 6, 'wide_or_bf16'),
     ('master', 'with self.autocast(): yield', 'yield', 6, 'buffer_meets'),
