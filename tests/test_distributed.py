@@ -60,6 +60,9 @@ def through(grads, hook, seed=None):
     return model.weight.grad[0]
 
 
+def twenty_times(grads): return [through(grads, stochastic_hook, 10*i) for i in range(20)]
+
+
 @pytest.fixture(scope='module')
 def grads():
     gen = torch.Generator().manual_seed(1)
@@ -83,7 +86,7 @@ def test_no_mean_is_larger_than_the_largest_gradient(grads):
 
 
 def test_stochastic_rounding_is_within_its_bound_without_bias_and_keeps_infinities(grads):
-    runs = [run_ranks(through, 3, grads, stochastic_hook, 10*i)[0] for i in range(20)]
+    runs = run_ranks(twenty_times, 3, grads)[0]
     assert not torch.stack(runs)[:, :3].isfinite().any()
     runs, g = torch.stack(runs)[:, 3:].double(), grads[:, 3:].double()
     step = (g.abs()*2.**-10).clamp(min=2.**-24)

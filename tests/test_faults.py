@@ -26,12 +26,13 @@ def data(n=64, seed=0):
 
 COLLECTS = '''
 import sys, torch, torch.nn.functional as F
-from test_faults import data, net
+from torch import nn
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.monitor import TensorCollector
 from mpcourse.step import MixedStep
 torch.set_num_threads(1)
-model, step, (x, y) = net(), MixedStep(DynamicScaler()), data()
+model, step = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3)), MixedStep(DynamicScaler())
+x, y = torch.randn(64, 8), torch.randint(3, (64,))
 opt = torch.optim.Adam(model.parameters())
 with TensorCollector(model, every=1, opt=opt, scaler=step.scaler, writers=[sys.argv[1]]) as c:
     for i in range(10**6):
@@ -42,7 +43,7 @@ with TensorCollector(model, every=1, opt=opt, scaler=step.scaler, writers=[sys.a
 
 
 def test_a_kill_amid_collections_leaves_whole_rows(tmp_path):
-    env = os.environ | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([os.path.dirname(__file__), os.environ.get('PYTHONPATH', '')]))
+    env = os.environ | dict(OMP_NUM_THREADS='1')
     for i in range(3):
         path = tmp_path/f'{i}.jsonl'
         p = subprocess.Popen([sys.executable, '-c', COLLECTS, str(path)], env=env, stdout=subprocess.PIPE, text=True)

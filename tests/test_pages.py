@@ -1,5 +1,5 @@
 "Every page that the runner made of the real course, and what a page is made of"
-import os, re
+import copy, os, re
 from functools import lru_cache
 from urllib.parse import unquote
 
@@ -28,7 +28,19 @@ def outside(page):
 def page(stem): return BeautifulSoup((ROOT/'_course'/f'{stem}.html').read_text(encoding='utf-8'), 'html.parser')
 
 
-@pytest.fixture(params=STEMS)
+@lru_cache(maxsize=None)
+def prose(stem):
+    "What a page says outside of code and formulas"
+    body = copy.copy(page(stem).main)
+    for e in body.select('pre, code, math, script'): e.decompose()
+    return body.text
+
+
+@lru_cache(maxsize=None)
+def anchors(stem): return set(re.findall(r'\bid="([^"]+)"', (ROOT/'_course'/f'{stem}.html').read_text(encoding='utf-8')))
+
+
+@pytest.fixture(params=STEMS, scope='module') # all tests of one page, then the next: each is parsed once
 def stem(request, course_pages):
     "Each chapter that has been run; under `make test` that is every one"
     if (course_pages/f'{request.param}.ipynb').exists(): return request.param
@@ -67,17 +79,13 @@ def test_every_widget_moves_or_says_where_it_does(stem):
 
 def test_formulas_are_mathml(stem):
     assert not page(stem).select('.tex-error'), [e.text for e in page(stem).select('.tex-error')]
-    body = BeautifulSoup(str(page(stem).main), 'html.parser')
-    for e in body.select('pre, code, math, script'): e.decompose()
-    left = re.findall(r'\$[^$\n]+\$|\\(?:frac|text|cdot|le|begin)\b', body.text)
+    left = re.findall(r'\$[^$\n]+\$|\\(?:frac|text|cdot|le|begin)\b', prose(stem))
     assert not left, f'formulas that were left as they were: {left}'
 
 
 def test_nothing_of_quarto_is_left(stem):
-    body = BeautifulSoup(str(page(stem).main), 'html.parser')
-    for block in body.select('.highlight'): assert not block.text.lstrip().startswith('#|')
-    for e in body.select('pre, code'): e.decompose()
-    assert ':::' not in body.text and 'collapse=' not in body.text
+    for block in page(stem).select('.highlight'): assert not block.text.lstrip().startswith('#|')
+    assert ':::' not in prose(stem) and 'collapse=' not in prose(stem)
 
 
 def test_imports_checkers_and_solutions_are_folded(stem):
@@ -94,9 +102,8 @@ def test_local_links_resolve(stem, course_pages):
     for a in page(stem).select('a[href]'):
         target, _, name = unquote(a['href']).partition('#')
         if re.match(r'[a-z]+:', target): continue
-        other = page(stem) if not target else page(target[:-5]) if target.endswith('.html') and (course_pages/target).exists() else None
-        assert other is not None or (course_pages/target).exists(), f'{a["href"]} leads nowhere'
-        assert not name or other.find(id=name), f'{a["href"]} has no such section'
+        assert not target or (course_pages/target).exists(), f'{a["href"]} leads nowhere'
+        assert not name or name in anchors(target.removesuffix('.html') or stem), f'{a["href"]} has no such section'
 
 
 def test_index_lists_every_chapter(course_pages):
