@@ -6,7 +6,7 @@
 __all__ = ['run_ranks', 'running_mean_hook', 'stochastic_hook', 'gather_frames']
 
 # %% ../nbs/24_distributed.ipynb #bf653e32
-import tempfile
+import tempfile, time
 from datetime import timedelta
 
 import torch, torch.distributed as dist
@@ -29,7 +29,9 @@ def run_ranks(
             meet, limit = f'file://{folder}/meet', timedelta(seconds=timeout)
             dist.init_process_group('gloo', meet, limit, rank=rank, world_size=world)
             try: return work(*args)
-            finally: dist.destroy_process_group()
+            finally:
+                time.sleep(.02)                 # torch 2.6 may lock up: gloo's thread wants the interpreter for its last tensor
+                dist.destroy_process_group()
         jobs = [delayed(one)(rank) for rank in range(world)]
         return Parallel(n_jobs=world, batch_size=1, pre_dispatch='all')(jobs)
 

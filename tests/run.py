@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 LIBENV = ROOT/'.venv-library'
-FASTAI = 'accumulate als callback checkpoint exercises gradscaler imports layerwise master monitor step toys underflow'.split()  # tests that meet fastai or fastcore
+FASTAI = 'accumulate als callback checkpoint exercises gradscaler imports layerwise master monitor step underflow'.split()  # tests that meet fastai or fastcore
 CHKSTYLE_IGNORE = 'continuation-indent,semicolon,dict-literal,single-statement-body,inefficient-multiline-expression'
 
 
