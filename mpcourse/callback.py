@@ -66,7 +66,7 @@ def autocast_depth()->int: # how many are entered
 def modes_kept(
     kind:str, # a type of device
 ): # a context
-    "Afterwards autocast and the recording of gradients are as they were, even where Ctrl-C came while one was entered or left"
+    "Afterwards autocast and no_grad are as they were, even where Ctrl-C came while one was entered or left"
     was, dtype, depth = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), autocast_depth()
     recording = torch.is_grad_enabled()
     try: yield

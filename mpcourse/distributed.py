@@ -30,7 +30,7 @@ def run_ranks(
             dist.init_process_group('gloo', meet, limit, rank=rank, world_size=world)
             try: return work(*args)
             finally:
-                time.sleep(.02)                 # torch 2.6 may lock up: gloo's thread wants the interpreter for its last tensor
+                time.sleep(.02) # torch 2.6 may lock up: gloo's thread waits for the interpreter
                 dist.destroy_process_group()
         jobs = [delayed(one)(rank) for rank in range(world)]
         return Parallel(n_jobs=world, batch_size=1, pre_dispatch='all')(jobs)
