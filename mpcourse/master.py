@@ -179,6 +179,12 @@ class FP32Forward(HalfForward):
         with self.owner.autocast(enabled=False): out = self.plain(*args, **kwargs)
         return out if isinstance(self.module, _Loss) else cast(out, self.dtype)
 
+def _forward_of(m, owner):
+    "What stands for a module's forward, or None"
+    if type(m).forward is nn.Module.forward: return             # a list of modules or parameters
+    if keeps_fp32(m): return None if takes_half(m) else FP32Forward(m, owner)
+    if any(s in owner.names or has_buffers(s) for s in m.modules()): return HalfForward(m, owner)
+
 # %% ../nbs/09_master.ipynb #77cea9b5
 def _shadow(modules, names, dtype, put):
     "Put half copies before the weights of modules, one copy for each parameter"
@@ -207,13 +213,7 @@ class HalfWeights:
         for path, m in model.named_modules():
             names = [n for n in m._parameters if policy.get(f'{path}.{n}'.lstrip('.')) is dtype]
             if names: self.names[m] = names
-        self.forwards = [new for m in model.modules() if (new := self._forward_of(m))]
-
-    def _forward_of(self, m):
-        "What stands for a module's forward, or None"
-        if type(m).forward is nn.Module.forward: return         # a list of modules or parameters
-        if keeps_fp32(m): return None if takes_half(m) else FP32Forward(m, self)
-        if any(s in self.names or has_buffers(s) for s in m.modules()): return HalfForward(m, self)
+        self.forwards = [new for m in model.modules() if (new := _forward_of(m, self))]
 
     def autocast(self, enabled=True):
         "torch's, for the model's device"
