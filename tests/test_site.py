@@ -192,7 +192,7 @@ def test_links_that_lead_somewhere(tmp_path, href, alive):
 
 # --- a small site, in a browser ---
 
-BUILT = ['index', '01_formats', '04_failures', '93_all']
+BUILT = ['index', '01_formats', '90_plots', '93_all']
 
 
 def broken(nb):
@@ -216,7 +216,7 @@ def small_site(course_pages, tmp_path_factory):
     return docs
 
 
-pages_of_site = pytest.mark.parametrize('name', ['index', 'formats', 'failures', 'all'])
+pages_of_site = pytest.mark.parametrize('name', ['index', 'formats', 'plots', 'all'])
 slow = [pytest.mark.browser, pytest.mark.timeout(1800)]
 
 
@@ -247,7 +247,7 @@ class TestSmallSite:
             assert problems == []
         finally: page.close()
 
-    @pytest.mark.parametrize('name', ['formats', 'failures'])
+    @pytest.mark.parametrize('name', ['formats', 'plots'])
     def test_widgets_move(self, browser, small_site, name):
         from test_browser import moves_the_frame
         page, problems = open_page(browser, small_site/f'{name}.html')

@@ -127,10 +127,10 @@ if __name__ == '__main__':
 def slow(tmp_path):
     "A study of eight tasks in a folder of its own; a call starts it"
     shutil.copy(FOLDER/'runner.py', tmp_path)
-    def start(*args, pause=0., bad=None, **env):
+    def start(*args, pause=0., bad=None, workers=1, **env):
         (tmp_path/'slow.py').write_text(SCRIPT.replace('{pause}', str(pause)).replace('{bad}', repr(bad)))
         clean = {k: v for k, v in os.environ.items() if k != 'MPCOURSE_SEED'}
-        return subprocess.Popen([sys.executable, tmp_path/'slow.py', *args], env={**clean, 'PYTHONPATH': str(ROOT), **env},
+        return subprocess.Popen([sys.executable, tmp_path/'slow.py', '--workers', str(workers), *args], env={**clean, 'PYTHONPATH': str(ROOT), **env},
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return start
 
@@ -150,7 +150,7 @@ def alive(pid):
 
 
 def test_a_run_stores_everything(slow, tmp_path):
-    assert finish(slow('--workers', '2'))[0] == 0 and files(tmp_path) == {'slow.json'}
+    assert finish(slow(workers=2))[0] == 0 and files(tmp_path) == {'slow.json'}
     doc = json.loads((tmp_path/'slow.json').read_text())
     assert [(r['row'], r['seed']) for r in doc['results']] == [(row, k) for k in range(4) for row in 'ab']
     assert all(r['value'] == {'x': r['seed'] + (r['row'] == 'b')/2} for r in doc['results'])
@@ -160,7 +160,7 @@ def test_a_run_stores_everything(slow, tmp_path):
 
 
 def test_a_killed_run_goes_on_where_it_stopped(slow, tmp_path):
-    part, proc = tmp_path/'slow.partial.json', slow('--workers', '2', pause=.4)
+    part, proc = tmp_path/'slow.partial.json', slow(workers=2, pause=.4)
     end = time.time() + 300
     while time.time() < end and not (part.exists() and len(json.loads(part.read_text())['results']) >= 2): time.sleep(.05)
     os.kill(proc.pid, signal.SIGKILL); proc.communicate()
@@ -187,7 +187,7 @@ def test_a_part_waits_for_the_rest(slow, tmp_path):
 
 
 def test_a_failing_task_is_named_and_the_rest_kept(slow, tmp_path):
-    code, said = finish(slow('--workers', '1', bad=('b', 1)))
+    code, said = finish(slow(bad=('b', 1)))
     assert code == 1 and "Row 'b', seed 1: AssertionError: no luck." in said
     assert files(tmp_path) == {'slow.partial.json'} and len(json.loads((tmp_path/'slow.partial.json').read_text())['results']) == 3
 
