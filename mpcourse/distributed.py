@@ -33,7 +33,8 @@ def run_ranks(
                 time.sleep(.02) # torch 2.6 may lock up: gloo's thread waits for the interpreter
                 dist.destroy_process_group()
         jobs = [delayed(one)(rank) for rank in range(world)]
-        return Parallel(n_jobs=world, batch_size=1, pre_dispatch='all')(jobs)
+        workers = max(4, world) # a pool that keeps its size starts each process once
+        return Parallel(n_jobs=workers, batch_size=1, pre_dispatch='all')(jobs)
 
 # %% ../nbs/24_distributed.ipynb #5a10863b
 def _exchanged(half, group=None):
