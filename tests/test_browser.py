@@ -231,7 +231,7 @@ def slides(page, widget, handle):
 
 
 # all widgets are made by `explore`, and each is moved on its page above: a chapter of few seconds stands for them here
-@pytest.mark.parametrize('path', [p for p in WIDGETS if p.stem == '90_plots'], ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', [p for p in WIDGETS if p.stem == '01_formats'], ids=lambda p: p.stem)
 def test_sliders_move_in_jupyterlab(browser, lab, path):
     page = browser.new_page()
     page.set_viewport_size({'width': 1400, 'height': 1000})

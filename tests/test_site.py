@@ -280,7 +280,7 @@ class TestSmallSite:
 
     def test_numbers_links_and_cards(self, small_site):
         html = (small_site/'formats.html').read_text()
-        assert re.search(r'class="sidebar-[^>]*>\s*<span class="menu-text">04 · Four ways to fail', html)
+        assert re.search(r'class="sidebar-[^>]*>\s*<span class="menu-text">90 · Plots', html)
         assert '/issues/new' in html and 'property="og:title"' in html and 'name="twitter:card"' in html
         assert 'rel="icon"' in html and (small_site/'emblem.svg').exists()
 
