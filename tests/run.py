@@ -163,7 +163,7 @@ def style():
 def library():
     "What meets fastai, once more beside the newest fastai and fastcore (the torch is the same, and so is its arithmetic)"
     if not library_env(): return check('.venv-library installs', False)
-    alone = '-m', 'library', '-k', 'not rank and not process' # torch.distributed meets no fastai
+    alone = '-m', 'library', '-k', 'not rank and not process' # ranks have run with the other tests
     return pytest(LIBENV/'bin/python', *[f'tests/test_{name}.py' for name in FASTAI], *alone)
 
 

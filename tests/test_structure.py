@@ -139,7 +139,9 @@ def fails(module):
     "In a process of its own, which begins with torch alone"
     if child := os.fork(): return os.waitpid(child, 0)[1]
     try: importlib.import_module('mpcourse.' + module)
-    except BaseException as e: os._exit(bool(print(module, repr(e), flush=True)) or 1)
+    except BaseException as e:
+        print(module, repr(e), flush=True)
+        os._exit(1)
     os._exit(0)
 assert not any([fails(module) for module in {modules}])
 """
