@@ -123,11 +123,13 @@ def test_ctrl_c_at_a_hundred_moments_leaves_an_fp32_model_that_trains(cast):
 def steps_of(seed, log, wait=None):
     model, step, (x, y) = net(seed), MixedStep(DynamicScaler(2.**10*2**seed, growth_interval=5)), data(64, seed)
     opt = torch.optim.Adam(model.parameters(), lr=.01)
-    for i in range(30):
-        if wait: wait.wait()
-        out = step(model, x*(1e6 if i == 7 + seed else 1), y, opt, F.cross_entropy)
-        log.append((out['loss'].item(), out['scale'].item()))
-        yield
+    def steps():
+        for i in range(30):
+            if wait: wait.wait()
+            out = step(model, x*(1e6 if i == 7 + seed else 1), y, opt, F.cross_entropy)
+            log.append((out['loss'].item(), out['scale'].item()))
+            yield
+    return steps()      # the net is there before the first step: torch's generator is one for all threads
 
 
 def test_two_trainings_in_turns_are_those_alone():
@@ -142,10 +144,10 @@ def test_two_trainings_in_two_threads_are_those_alone():
     alone, both, together = ([], []), ([], []), threading.Barrier(2, timeout=60)
     for seed in (0, 1):
         for _ in steps_of(seed, alone[seed]): pass
-    def work(seed):
+    def work(steps):
         torch.set_num_threads(1)
-        for _ in steps_of(seed, both[seed], together): pass
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (0, 1)]
+        for _ in steps: pass
+    threads = [threading.Thread(target=work, args=(steps_of(seed, both[seed], together),)) for seed in (0, 1)]
     for t in threads: t.start()
     for t in threads: t.join()
     assert json.dumps(both) == json.dumps(alone)
