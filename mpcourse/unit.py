@@ -36,6 +36,8 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g): return g if ctx.bwd == 1 else g*ctx.bwd, None, None
 
+_exporting = getattr(torch.compiler, 'is_exporting', bool) # torch 2.6 cannot tell
+
 def _warn_of_export():
     "At most once for each export, by the default filter of warnings"
     warnings.warn("torch.export drops the backward factors, so the exported program has autograd's own gradients: "
@@ -51,7 +53,7 @@ def scaled(
     if not x.is_floating_point():
         raise ValueError(f'Scaling needs floating-point numbers, not {x.dtype}: cast the tensor first.')
     if fwd == bwd: return x if fwd == 1 else x*fwd  # autograd's own gradient is already the right one
-    if torch.compiler.is_exporting() and x.requires_grad and torch.is_grad_enabled(): _warn_of_export()
+    if _exporting() and x.requires_grad and torch.is_grad_enabled(): _warn_of_export()
     return _Scaled.apply(x, fwd, bwd)
 
 # %% ../nbs/25_unit.ipynb #ed2d30b5
