@@ -7,7 +7,7 @@ import pandas as pd, pytest
 from mpcourse.cli import main
 from mpcourse.simulator import hard_batches, save_trace
 
-pytestmark = pytest.mark.library
+pytestmark = [pytest.mark.library, pytest.mark.filterwarnings('ignore::DeprecationWarning')] # other packages' own
 
 
 @pytest.fixture(autouse=True)
