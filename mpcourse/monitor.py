@@ -520,7 +520,7 @@ def open_writer(
 def check_alarm(
     cls, # limit -> object with write, close and names
 ):
-    "Check exercise 2 of chapter 19"
+    "Check exercise 1 of chapter 19"
     story = {'a': ((.9, 0.), (.9, 0.), (.1, 0.)), 'b': ((.9, 0.), (.2, 0.), (.9, 0.)),
              'c': ((.9, 0.), (0., 1.), (.9, 0.)), 'd': ((.1, 0.), (.5, 0.), (.5, 0.)),
              'e': ((1., .5), (1., 0.), (.2, 0.))}

@@ -182,7 +182,7 @@ def deep_sigmoid(
     width: int = 64,  # features of a hidden layer
     depth: int = 8,   # linear layers
 ) -> nn.Sequential: # images (N, 1, 8, 8) to logits (N, 10)
-    "The net that fails on demand: each sigmoid layer shrinks the gradient about eightfold (chapter 04)"
+    "The net that fails on demand: each sigmoid layer shrinks the gradient four- to eightfold (chapter 04)"
     return mlp([64] + [width]*(depth-1) + [10], nn.Sigmoid, seed, device)
 
 # %% ../nbs/03_toys.ipynb #72c1ba8a

@@ -861,7 +861,7 @@ def plot_ridges(
 def check_two_counts(
     f, # (half (n, k), list of half matrices) -> list of pairs of floats
 ):
-    "Check exercise 3 of chapter 20"
+    "Check exercise 1 of chapter 20"
     def diag(*octaves): return torch.tensor([2.**o for o in octaves]).diag().half()
     g, zero = torch.tensor([[1., 2.**-12, 0.]]).half(), torch.zeros(1, 3).half()
     expect(f, [((g, [diag(0, 0, 0)]), [(0., 0.)]), ((g, [diag(-1, -14, 0)]), [(.5, .5)]),
@@ -873,7 +873,7 @@ def check_two_counts(
 def check_first_bad(
     f, # (module, tensor) -> name or None
 ):
-    "Check exercise 4 of chapter 20"
+    "Check exercise 2 of chapter 20"
     class Explosive(nn.Module):
         def __init__(self, gain): super().__init__(); self.lin, self.gain = nn.Linear(4, 4), gain
         def forward(self, x): return self.lin(x).exp()*self.gain
