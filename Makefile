@@ -1,4 +1,4 @@
-# make course · test · claims · lab · site · studies · bench · oracle · mutants · fuzz · matrix · readme
+# make course · test · check · claims · lab · site · studies · bench · oracle · mutants · fuzz · matrix · readme
 # Each target sets up .venv by itself; a second run installs nothing. settings.ini says what is installed.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ CHAPTERS ?=
 STUDIES ?= $(filter-out studies/runner.py,$(wildcard studies/*.py))
 OUT ?= _course
 
-.PHONY: help course test claims lab site studies bench oracle mutants fuzz matrix readme
+.PHONY: help course test check claims lab site studies bench oracle mutants fuzz matrix readme
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -17,6 +17,9 @@ course: .venv/.installed ## run the chapters and write their pages to _course/ (
 
 test: .venv/.installed ## everything that CI checks
 	@$(BIN)/python tests/run.py
+
+check: .venv/.installed ## your solutions of a chapter (CHAPTER=11 FILE=mine.py)
+	@$(BIN)/mpcourse check $(CHAPTER) $(FILE)
 
 claims: .venv/.installed ## the chapters under other seeds, threads, instruction sets; only what changed (CLAIMS="--chapters 14 --seeds 0-9 --only seeds")
 	@PYTHONPATH=. $(BIN)/python tools/claims.py $(CLAIMS)
@@ -53,5 +56,6 @@ readme: .venv/.installed ## README.md from nbs/index.ipynb
 	  echo "mpcourse needs Python 3.10 or newer, and $(PYTHON) is not: name another one, as in make course PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing into .venv; the first time this takes a few minutes."
+	@test -z "$$TORCH_INDEX" || $(BIN)/python -m pip install -qq --index-url "$$TORCH_INDEX" "$$(sed -n 's/^dev_requirements = \([^ ]*\).*/\1/p' settings.ini)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]'
 	@touch $@

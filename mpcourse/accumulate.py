@@ -4,17 +4,15 @@
 
 # %% auto #0
 __all__ = ['MEANS', 'STORING', 'graphcore_mean', 'welford_mean', 'lerp_mean', 'running_mean', 'RunningMean', 'mean_backward',
-           'RunningMeanCB', 'HalfStorage', 'HalfStep']
+           'HalfStorage', 'HalfStep']
 
 # %% ../nbs/23_accumulate.ipynb #860d2d6d
 from contextlib import contextmanager
 
 import torch
-from fastai.basics import Callback, CancelBatchException, find_bs
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from .formats import expect
 from .half import cast as cast_floats
 from .rounding import quantize
 from .scaler import LossScaler
@@ -103,22 +101,6 @@ def mean_backward(
     total = sum(losses)/mean.seen
     mean.put()
     return total
-
-# %% ../nbs/23_accumulate.ipynb #c0f90c8b
-class RunningMeanCB(Callback):
-    "One step for `n_acc` examples or more, whose gradients are averaged as they come"
-    order, run_valid = 6, False # before MixedPrecisionCB and GradientClip
-    def __init__(self, n_acc=32): self.n_acc = n_acc
-
-    def before_fit(self):
-        "Begin anew"
-        self.mean = RunningMean(self.learn.model.parameters())
-
-    def before_step(self):
-        "Step only when there are enough"
-        self.mean.add(find_bs(self.learn.yb))
-        if self.mean.seen < self.n_acc: raise CancelBatchException
-        self.mean.put()
 
 # %% ../nbs/23_accumulate.ipynb #bb9c2c47
 STORING = ('nearest', 'stochastic', 'kahan')
@@ -216,53 +198,3 @@ class HalfStep(MixedStep):
     def update(self, model, opt, loss):
         "As there, in FP32"
         with self.storage.wide(): return super().update(model, opt, loss)
-
-# %% ../nbs/23_accumulate.ipynb #c54b2573
-def check_top_scale(
-    f, # (k, g) -> int
-):
-    "Check exercise 1 of chapter 23"
-    expect(f, [((1, 1.), 15), ((64, 1.), 9), ((64, 2.**-10), 19), ((256, 2.), 6), ((1, 2.**-20), 35)])
-
-# %% ../nbs/23_accumulate.ipynb #7656eb66
-def check_weighted_mean(
-    f, # list of (int, half tensor) -> half tensor
-):
-    "Check exercise 2 of chapter 23"
-    def half(*v): return torch.tensor(v, dtype=torch.float16)
-    cases = [([(2, half(1., 8.))], half(1., 8.)), ([(1, half(60000.)), (3, half(-60000.))], half(-30000.)),
-             ([(8, half(65504.))]*64, half(65504.)), ([(1, half(0.)), (1, half(0.)), (2, half(4.))], half(2.))]
-    for parts, want in cases:
-        got = f(parts)
-        assert got is not None, 'weighted_mean returned nothing: replace the stub with your solution.'
-        assert got.dtype == torch.float16, f'The mean is {got.dtype}: keep it in float16.'
-        assert torch.equal(got, want), f'{parts[:4]}: got {got.tolist()}, expected {want.tolist()}.' 
-
-# %% ../nbs/23_accumulate.ipynb #9217eb62
-def check_ema(
-    f, # (avg, w, decay, generator) -> None, in place
-):
-    "Check exercise 3 of chapter 23"
-    gen, w = torch.Generator().manual_seed(0), torch.ones(1000).half()
-    avg = torch.zeros(1000).half()
-    for _ in range(5000): f(avg, w, .9999, gen)
-    assert avg.any(), 'The average is 0 as it was: replace the stub, and write into `avg`.'
-    got, want = avg.float().mean().item(), 1 - .9999**5000
-    assert abs(got - want) < .01, f'After 5,000 updates the mean of the averages is {got:.3f}, not {want:.3f}.' 
-
-# %% ../nbs/23_accumulate.ipynb #9a1bfbca
-def check_kahan(
-    f, # (w, c, u) half tensors -> None, in place
-):
-    "Check exercise 4 of chapter 23"
-    w, c = torch.ones(3).half(), torch.zeros(3).half()
-    for _ in range(1000): f(w, c, torch.tensor([-1e-4, 1e-5, 0.]).half())
-    want = torch.tensor([.9, 1.01, 1.])
-    assert not torch.equal(w, torch.ones(3).half()), 'Nothing has moved: replace the stub with your solution.'
-    assert (w.float() - want).abs().max() < .002, f'A thousand updates lead to {w.tolist()}, not {want.tolist()}.'
-    gen = torch.Generator().manual_seed(0)
-    x, goal = torch.randn(256, 8, generator=gen), torch.randn(8, generator=gen) + 2
-    w, c = torch.full((8,), 2.).half(), torch.zeros(8).half()
-    for i in range(3000): f(w, c, (2e-4*x.T @ (x @ (goal - w.float()))/256).half())
-    off, start = (w.float() - goal).norm().item(), (2 - goal).norm().item()
-    assert off < .7*start, f'After 3,000 steps {off/start:.0%} of the way is left; in FP32 it is 56 %.' 

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCHEME_DTYPES', 'TensorPairs', 'tensor_dls', 'quiet_fit', 'autocast_depth', 'modes_kept', 'within', 'in_fit',
-           'HalfPrecisionCB', 'StepHistory', 'valid_scheme', 'MixedPrecisionCB', 'refuse_fastais']
+           'ContextCB', 'HalfPrecisionCB', 'StepHistory', 'valid_scheme', 'MixedPrecisionCB', 'refuse_fastais']
 
 # %% ../nbs/12_callback.ipynb #288eccae
-import random
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -15,12 +14,12 @@ from functools import partial
 import torch
 from fastai.basics import Callback, CancelStepException, DataLoaders, Learner, patch
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
-from torch import nn, Tensor
+from torch import Tensor
 
 from .half import cast as cast_floats
 from .master import HalfWeights
 from .scaler import LossScaler, StaticScaler
-from .step import GradStats, judged, named_gradients, refuse_untrainable
+from .step import deciding_ranks, GradStats, judged, named_gradients, refuse_untrainable
 from .tensorcore import fast_half
 
 # %% ../nbs/12_callback.ipynb #4792319e
@@ -93,8 +92,30 @@ def in_fit(
     "Is this a fit? fastai fires before_fit for a validation too, but locks the Learner there"
     return not learn.lock.locked()
 
+# %% ../nbs/12_callback.ipynb #12c4ed01
+class ContextCB(Callback):
+    "Runs methods of its Learner within contexts, from when it is added until it is removed"
+    def contexts(self)->dict: # {name of a Learner's method: function that makes a context manager}
+        "A subclass says which"
+        return {}
+
+    @property
+    def learn(self):
+        "The Learner; fastai sets it when a callback is added, and to None when it is removed"
+        return vars(self).get('_learn')
+
+    @learn.setter
+    def learn(self, new):
+        old = self.learn
+        if new is not None and (old is not None or self.contexts().keys() & vars(new).keys()):
+            raise ValueError(f'One {self} for one Learner: first remove the other, with remove_cb.')
+        for method, context in self.contexts().items():
+            if old is not None: vars(old).pop(method, None)
+            if new is not None: vars(new)[method] = partial(within, context, new, method)
+        vars(self)['_learn'] = new
+
 # %% ../nbs/12_callback.ipynb #0e1783b0
-class HalfPrecisionCB(Callback):
+class HalfPrecisionCB(ContextCB):
     "Compute a Learner's batches in half precision; its weights stay FP32, and so does all that is saved"
     order = 10 # after GradientAccumulation, before GradientClip
     def __init__(self,
@@ -106,20 +127,9 @@ class HalfPrecisionCB(Callback):
             raise ValueError(f'There is no cast={cast!r} with compute={compute!r}.')
         self.dtype, self.cast, self.compute = dtype, cast, compute
 
-    @property
-    def learn(self):
-        "The Learner; fastai sets it when a callback is added, and to None when it is removed"
-        return vars(self).get('_learn')
-
-    @learn.setter
-    def learn(self, new):
-        old, contexts = self.learn, dict(_do_fit=self.one_fit, _do_one_batch=self.one_batch)
-        if new is not None and (old is not None or '_do_fit' in vars(new)):
-            raise ValueError(f'One {self} for one Learner: first remove the other, with remove_cb.')
-        for method, context in contexts.items():
-            if old is not None: vars(old).pop(method, None)
-            if new is not None: vars(new)[method] = partial(within, context, new, method)
-        vars(self)['_learn'] = new
+    def contexts(self):
+        "Around a fit, and around each batch of training or validation"
+        return dict(_do_fit=self.one_fit, _do_one_batch=self.one_batch)
 
     @contextmanager
     def one_fit(self):
@@ -226,6 +236,10 @@ class MixedPrecisionCB(HalfPrecisionCB):
             if finding: self.history = before[1]
             if finding: self.scaler.load_state_dict(before[0])
 
+    def before_batch(self):
+        "What this step's forward passes write into buffers goes back if it is skipped"
+        if self.learn.training: self.stats.buffers.keep()
+
     def before_backward(self):
         "Only the loss that is differentiated is scaled"
         loss = self.learn.loss_grad.as_subclass(Tensor)
@@ -235,7 +249,10 @@ class MixedPrecisionCB(HalfPrecisionCB):
     def before_step(self):
         "Unscale, look, decide"
         opt = self.learn.opt
-        self.stats.unscale_(named_gradients(opt, self.learn.model))
+        named = named_gradients(opt, self.learn.model)
+        alone = deciding_ranks(self.learn.model, self.group) is None
+        if alone and not named: return                       # a CancelBackwardException: as in FP32
+        self.stats.unscale_(named)
         self.stats.number = len(self.history) - 1
         self.last_outcome = self.stats.decide()
         self.history.add(self.last_outcome)
@@ -268,84 +285,3 @@ def to_mixed(self:Learner,
 def to_fp32(self:Learner)->Learner: # itself
     "Train in FP32 from now on: undoes `to_mixed`, and fastai's own `to_fp16`"
     return self.remove_cb(MixedPrecisionCB).remove_cb(MixedPrecision)
-
-# %% ../nbs/12_callback.ipynb #6ebf0123
-def _tiny_learner(scaler, cbs=()):
-    "A Learner on a few random numbers, in FP16"
-    gen = torch.Generator().manual_seed(0)
-    x, y = torch.randn(64, 4, generator=gen), torch.randn(64, 1, generator=gen)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    with torch.no_grad():
-        for p in model.parameters(): p.copy_(torch.randn(p.shape, generator=gen)/2)
-    dls = tensor_dls((x, y), (x, y), 16)
-    mse = nn.functional.mse_loss
-    return Learner(dls, model, loss_func=mse, lr=.1, cbs=list(cbs)).to_mixed(scaler)
-
-def check_skip_counter(
-    f, # () -> Callback with an attribute n
-):
-    "Check exercise 1 of chapter 12"
-    for scale, want in ((2.**4, 0), (2.**100, 4)):
-        cb = f()
-        assert cb is not None, 'skip_counter returned nothing: replace the stub with your solution.'
-        quiet_fit(_tiny_learner(StaticScaler(scale), [cb]), 1)
-        assert cb.n == want, f'At a scale of {scale:g} you count {cb.n}; {want} of 4 steps were skipped.'
-
-# %% ../nbs/12_callback.ipynb #6ac2090d
-def check_norm_recorder(
-    f, # () -> Callback with a list norms
-):
-    "Check exercise 2 of chapter 12"
-    seen = []
-    for scale in (1., 2.**8):
-        cb = f()
-        assert cb is not None, 'norm_recorder returned nothing: replace the stub with your solution.'
-        learn = _tiny_learner(StaticScaler(scale), [cb])
-        for rng in (random, learn.dls.train.rng): rng.seed(0)
-        quiet_fit(learn, 1)
-        seen.append([float(n) for n in cb.norms])
-    counts = [len(s) for s in seen]
-    assert counts == [4, 4], f'There were 4 steps, and your list has {counts[0]} norms.'
-    assert len(set(seen[0])) > 1, f'All norms are {seen[0][0]:.4g}: those of four batches differ.'
-    a, b = seen[0][0], seen[1][0]
-    assert abs(a - b) < .05*a, f'The first is {a:.4g} at scale 1, {b:.4g} at 256: the scale is in it.'
-
-# %% ../nbs/12_callback.ipynb #ef604572
-def check_guarded(
-    f, # (enter, work, leave) -> result of work
-):
-    "Check exercise 3 of chapter 12"
-    for fails in (None, 'enter', 'work'):
-        log = []
-        def do(name):
-            log.append(name)
-            if name == fails: raise RuntimeError(name)
-            return name
-        try: got = f(lambda: do('enter'), lambda: do('work'), lambda: do('leave'))
-        except RuntimeError as e: got = e
-        want = ['enter', 'leave'] if fails == 'enter' else ['enter', 'work', 'leave']
-        assert got is not None, 'guarded returned nothing: replace the stub with your solution.'
-        assert log == want, f'With a failure in {fails} the calls were {log}; expected {want}.'
-        assert isinstance(got, RuntimeError) == (fails is not None), f'The exception of {fails} was swallowed.'
-        assert fails or got == 'work', f'It returned {got!r}; work had returned {"work"!r}.'
-
-# %% ../nbs/12_callback.ipynb #b1a70024
-def check_half_callback(
-    f, # LossScaler -> Callback
-):
-    "Check exercise 4 of chapter 12"
-    for scale in (2.**8, 2.**40):
-        ends = []
-        for mine in (False, True):
-            learn = _tiny_learner(StaticScaler(scale))
-            start = learn.model[0].weight.detach().clone()
-            if mine:
-                cb = f(StaticScaler(scale))
-                assert cb is not None, 'half_callback returned nothing: replace the stub.'
-                learn.to_fp32().add_cb(cb)
-            for rng in (random, learn.dls.train.rng): rng.seed(0)
-            with fast_half(): quiet_fit(learn, 2)
-            ends.append(learn.model[0].weight.detach())
-        off = (ends[0] - ends[1]).abs().max().item()
-        went = (ends[0] - start).abs().max().item()
-        assert off == 0, f'At {scale:g} the weights went {went:.3g}, and yours end {off:.3g} from there.'

@@ -17,9 +17,9 @@ from torch import nn, Tensor
 from torch.utils._pytree import tree_leaves
 
 from .dynamic import valid_number, valid_steps
-from .formats import expect
 from .hooks import OwnedHook
 from .scaler import LossScaler, StaticScaler
+from .step import KeptBuffers
 
 # %% ../nbs/22_layerwise.ipynb #3f20ea30
 U_MIN, U_MAX = 6e-8, 65504. # the ends of FP16, as the authors write them
@@ -172,7 +172,10 @@ def count(self:LayerwiseWatch,
     g:Tensor, # which is this
 ):
     "Add up the squares of gradient times weight, and keep the largest"
-    w, k = self.layers[i].weight.detach(), contraction(self.layers[i])
+    layer, kept = self.layers[i], KeptBuffers(self.layers[i])
+    kept.keep()                                              # reading a parametrized weight changes them
+    w, k = layer.weight.detach(), contraction(layer)
+    kept.put_back(torch.ones(()))
     norm = torch.linalg.vector_norm
     squares = norm(g, dtype=torch.float32).square()*w.float().square().mean()*k/2
     peak = norm(g, inf, dtype=torch.float32)*w.abs().amax()*k
@@ -289,51 +292,3 @@ def measured(cls:LayerwiseScaler,
         watch.remove()
         self.watched = None
     return self
-
-# %% ../nbs/22_layerwise.ipynb #8a10b7cf
-def check_carried(
-    f, # list of floats -> list of floats
-):
-    "Check exercise 1 of chapter 22"
-    expect(f, [(([2., 4., 1.],), [2., 8., 8.]), (([1.],), [1.]), (([],), []),
-               (([16., .5, 4., 4.],), [16., 8., 32., 128.])])
-
-# %% ../nbs/22_layerwise.ipynb #2e7aa359
-def check_lost_share(
-    f, # (float, float) -> float
-):
-    "Check exercise 2 of chapter 22"
-    gen = torch.Generator().manual_seed(0)
-    x = torch.randn(10**6, generator=gen, dtype=torch.float64)
-    for sigma, factor in ((1e-7, 1.), (1e-7, 16.), (3e-8, 2.), (1e-5, 4.)):
-        got, want = f(sigma, factor), ((x*sigma*factor).half() == 0).double().mean().item()
-        assert got is not None, 'lost_share returned nothing: replace the stub with your solution.'
-        call = f'lost_share({sigma}, {factor})'
-        assert abs(got - want) < .003, f'{call} gave {got:.4f}; of a million {want:.4f} are lost.'
-
-# %% ../nbs/22_layerwise.ipynb #93d722ad
-def check_own_factors(
-    f, # (half tensor, list of half tensors, list of half tensors) -> list of FP32 tensors
-):
-    "Check exercise 3 of chapter 22"
-    gen, losses = torch.Generator().manual_seed(0), []
-    ws = [torch.randn(32, 32, generator=gen)*2**-8 for _ in range(3)]
-    x = torch.randn(64, 32, generator=gen)
-    start, want = ws[0].clone(), x@torch.randn(32, 32, generator=gen)*2**-18
-    for _ in range(60):                                      # weights go by the sign of a gradient
-        acts = [x]
-        for w in ws: acts.append(acts[-1]@w.T)
-        off = acts.pop() - want
-        losses.append(off.square().mean().item())
-        inputs = [(a/a.std()).half() for a in acts[::-1]]    # lifted to where FP16 holds them
-        grads, g = f((4*off).half(), [w.half() for w in ws[::-1]], inputs), (4*off).half().double()
-        assert grads is not None, 'own_factors returned nothing: replace the stub.'
-        for i, (w, a, got) in enumerate(zip(ws[::-1], inputs, grads)):
-            true, g = g.T@a.double(), g@w.half().double()
-            error = ((got - true).norm()/true.norm()).item()
-            assert got.dtype is torch.float32, f'A gradient is {got.dtype}, not float32.'
-            assert error < .05, f'Gradient {i} from the end is off by {error:.3g} of its size.'
-            w -= 2**-14*got.sign()
-    moved = (ws[0] - start).abs().max().item()
-    first, last = losses[0], losses[-1]
-    assert moved and last < first, f'The loss went from {first:.3g} to {last:.3g}.'

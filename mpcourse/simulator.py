@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
 
-from .formats import expect, get_format
+from .formats import get_format
 from .plots import CYCLE, log2_axis, log2_hist
 from .policies import RULES, get_policy
 from .rounding import quantize
@@ -513,42 +513,3 @@ def fly(
     flown = {k: flight(p) for k, p in named_policies(policies).items()}
     rows = {k: torch.tensor([f[k] for f in flown.values()]).double() for k in ('scale', 'skipped', 'zeros', 'loss')}
     return Flight(tuple(flown), rows['scale'], rows['skipped'] > 0, bad, {}, zeros=rows['zeros'], loss=rows['loss'])
-
-# %% ../nbs/16_simulator.ipynb #c34a282f
-def check_survives(
-    f, # (float, float) -> bool
-):
-    "Check exercise 1 of chapter 16"
-    expect(f, [((1., 2.**15), True), ((1., 2.**16), False), ((65519., 1.), True), ((65520., 1.), False),
-               ((2.**-20, 2.**35), True), ((math.inf, 2.**-24), False), ((math.nan, 1.), False), ((0., 2.**127), True)])
-
-# %% ../nbs/16_simulator.ipynb #001c4273
-def check_way_back(
-    f, # (int, int, bool) -> int
-):
-    "Check exercise 2 of chapter 16"
-    expect(f, [((10, 2000, False), 20_000), ((10, 1, True), 512), ((0, 1000, True), 0), ((3, 100, True), 400),
-               ((3, 100, False), 300), ((1, 256, True), 256)])
-
-# %% ../nbs/16_simulator.ipynb #36cde0c5
-def check_lost_octaves(
-    f, # (list, int, int) -> float
-):
-    "Check exercise 3 of chapter 16"
-    expect(f, [(([1, 1, 2], -27, 0), .5), (([1, 1, 2], -27, 1), .25), (([1, 1, 2], -27, 2), 0.),
-               (([1, 1, 2], -28, 0), 1.), (([4], -10, -16), 1.), (([4], -10, -15), 0.),
-               (([3, 1, 0, 4], -40, 14), .375)])
-
-# %% ../nbs/16_simulator.ipynb #d16ce7bb
-def check_scale_after(
-    f, # (str, int, int) -> int
-):
-    "Check exercise 4 of chapter 16"
-    dice = torch.Generator().manual_seed(0)
-    for interval in (1, 2, 3, 5):
-        for n in (0, 1, 4, 12, 40):
-            bits = ''.join('1' if r < .3 else '0' for r in torch.rand(n, generator=dice).tolist())
-            policy = get_policy('dynamic', init_scale=2.**10, growth_interval=interval, hold=False, min_scale=2.**-99)
-            calm = torch.tensor([2.**-60])
-            want = replay(policy, script(bits, like=calm)).scales[0, -1].log2().item() if bits else 10
-            expect(f, [((bits, 10, interval), int(want))])

@@ -15,7 +15,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from fastai.basics import Callback
 from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.amp import GradScaler as TorchGradScaler
@@ -23,10 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (_disable_current_modes, _get_current_dispatch_mode_stack as _modes,
                                           _pop_mode, _push_mode, TorchDispatchMode)
 
-from .callback import valid_scheme, within, in_fit, MixedPrecisionCB, SCHEME_DTYPES
+from .callback import ContextCB, valid_scheme, in_fit, MixedPrecisionCB, SCHEME_DTYPES
 from .emulate import emulate, exact_loss, op_kind
 from .tensorcore import changed_args, open_op, tensors_in, fast_half
-from .formats import expect, get_format
+from .formats import get_format
 from .half import CastIn, CastOut, cast, cast_policy, HALVES, norm_hooks, WrappedForward
 from .hooks import OwnedHook, valid_types, named_tensors, remove_all, match_names, TensorHooks
 from .monitor import inverse_scale, open_writers, known_flush, TensorCollector
@@ -638,7 +637,7 @@ def _scaler_of(learn):
     found = [vars(cb).get('scaler') for cb in learn.cbs]
     return next((s for s in found if isinstance(s, (LossScaler, TorchGradScaler))), None)
 
-class MonitorCB(Callback):
+class MonitorCB(ContextCB):
     "A `TensorCollector` for a Learner: it finds the optimizer and the scaler, and its hooks are gone when fit is"
     order = 95 # after the step and everything that belongs to it
     def __init__(self,
@@ -682,12 +681,18 @@ class MonitorCB(Callback):
             flush = flush_of(self.flush, self.learn) if isinstance(self.flush, str) else self.flush
             self.collector = TensorCollector(self.learn.model, writers=self.writers, flush=flush, **self.kwargs)
             self.collector.detach()
-        self.learn._do_epoch = partial(within, self.one_epoch, self.learn, '_do_epoch')
+
+    def contexts(self):
+        "Around each epoch"
+        return dict(_do_epoch=self.one_epoch)
 
     @contextmanager
     def one_epoch(self):
         "Hooks while an epoch runs, and no longer, whatever happens"
         c, learn = self.collector, self.learn
+        if self.idle:
+            yield
+            return
         if 'opt' not in self.kwargs: c.opt = learn.opt
         if 'scaler' not in self.kwargs: c.scaler = _scaler_of(learn)
         try:
@@ -709,7 +714,6 @@ class MonitorCB(Callback):
     def after_fit(self):
         "Write what is left"
         if self.idle or self.collector is None: return
-        self.learn.__dict__.pop('_do_epoch', None)
         for w in self.collector.writers: self.collector._try(w, w.close)
 
     @property
@@ -856,37 +860,3 @@ def plot_ridges(
     ax.set_yticks(range(len(hists) - 1, -1, -1), list(hists), fontsize=8)
     log2_axis(ax); ax.set(xlabel='magnitude', ylim=(-.1, len(hists) + .1)); ax.grid(axis='y', visible=False)
     return ax
-
-# %% ../nbs/20_underflow.ipynb #fb260464
-def check_two_counts(
-    f, # (half (n, k), list of half matrices) -> list of pairs of floats
-):
-    "Check exercise 1 of chapter 20"
-    def diag(*octaves): return torch.tensor([2.**o for o in octaves]).diag().half()
-    g, zero = torch.tensor([[1., 2.**-12, 0.]]).half(), torch.zeros(1, 3).half()
-    expect(f, [((g, [diag(0, 0, 0)]), [(0., 0.)]), ((g, [diag(-1, -14, 0)]), [(.5, .5)]),
-               ((g, [diag(-1, -14, 0), diag(0, 10, 0)]), [(.5, .5), (0., .5)]),
-               ((g, [diag(-13, -13, 0), diag(-13, 15, 0), diag(1, 1, 1)]), [(.5, .5), (1., 1.), (0., 1.)]),
-               ((zero, [diag(-14, 0, 0)]), [(0., 0.)])])
-
-# %% ../nbs/20_underflow.ipynb #441cf7ae
-def check_first_bad(
-    f, # (module, tensor) -> name or None
-):
-    "Check exercise 2 of chapter 20"
-    class Explosive(nn.Module):
-        def __init__(self, gain): super().__init__(); self.lin, self.gain = nn.Linear(4, 4), gain
-        def forward(self, x): return self.lin(x).exp()*self.gain
-    def net(*gains): return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), Explosive(g)) for g in gains])
-    x = torch.ones(2, 4)
-    for gains,want in (((1., 1.), None), ((1., torch.inf), '1.1'), ((torch.nan, 1.), '0.1'), ((1e20, 1., 1.), '1.1')):
-        model = net(*gains)
-        for p in model.parameters(): nn.init.constant_(p, .1)
-        got = f(model, x)
-        assert got == want, f'With gains of {gains} it said {got!r}; {want!r} was first.'
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), 'There are hooks left.'
-    model = net(1.)
-    try: f(model, torch.ones(2, 3))
-    except RuntimeError: pass
-    left = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert not left, 'After an error there are hooks left.'

@@ -22,7 +22,6 @@ import numpy as np, torch, torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
-from .formats import expect
 from .half import HALVES
 
 # %% ../nbs/25_unit.ipynb #8c446cd9
@@ -675,48 +674,3 @@ def unit_dropout(
     _need('unit_dropout', x=x)
     if not 0 <= p < 1: raise ValueError(f'A dropout of p={p} leaves nothing to scale: take 0 ≤ p < 1.')
     return F.dropout(x, p, training)*(1 - p)**.5
-
-# %% ../nbs/25_unit.ipynb #83247280
-def check_sum_factors(
-    f, # int -> (float, float)
-):
-    "Check exercise 1 of chapter 25"
-    expect(f, [((1,), (1, 1)), ((4,), (.5, 1)), ((256,), (.0625, 1))])
-
-# %% ../nbs/25_unit.ipynb #31339205
-def check_alike_factor(
-    f, # (int, float) -> float
-):
-    "Check exercise 2 of chapter 25"
-    for b,rho in ((1, .3), (64, 0.), (64, 1.), (256, .1), (4096, .5)):
-        got, want = f(b, rho), (b + b*(b - 1)*rho**2)**-.5
-        assert got is not None, 'alike_factor returned nothing: replace the stub with your solution.'
-        assert abs(got/want - 1) < 1e-9, f'alike_factor({b}, {rho}) gave {got:.6g}; expected {want:.6g}.'
-
-# %% ../nbs/25_unit.ipynb #a9a0a0c5
-def check_dice_factors(
-    f, # function -> (float, float)
-):
-    "Check exercise 3 of chapter 25"
-    for g in (torch.tanh, F.softplus, torch.sin, lambda z: z*z):
-        got, want = f(g), list(elementwise_factors(g).values())
-        assert got is not None, 'dice_factors returned nothing: replace the stub with your solution.'
-        got = [float(v.detach() if isinstance(v, Tensor) else v) for v in got]
-        assert all(abs(a/b - 1) < .01 for a,b in zip(got, want)), (
-            f'For {getattr(g, "__name__", g)} you found {got}; by quadrature they are {want}.')
-
-# %% ../nbs/25_unit.ipynb #4b43f5a7
-def check_unit_glu(
-    f, # (tensor, tensor) -> tensor
-):
-    "Check exercise 4 of chapter 25"
-    g = torch.Generator().manual_seed(0)
-    x, gate = (torch.randn(2**18, generator=g, dtype=torch.float64) for _ in range(2))
-    y = f(x[:9], gate[:9])
-    assert y is not None, 'unit_glu returned nothing: replace the stub with your solution.'
-    plain = x*gate.sigmoid()
-    one = (y/plain[:9]).mean().item()
-    assert torch.allclose(y, plain[:9]*one), 'Forward, your op is not a multiple of x*sigmoid(gate).'
-    want = math.prod(1/v for v in unit_stds(lambda x, gate: x*gate.sigmoid(), x=x, gate=gate).values())**(1/3)
-    assert abs(one/want - 1) < .02, f'Your factor is {one:.3f}; the geometric mean of the three is {want:.3f}.'
-    assert_true_directions(lambda x, gate: f(x, gate) + x, x[:99], gate[:99])

@@ -16,8 +16,7 @@ from copy import deepcopy
 import torch, torch.nn.functional as F
 from torch import nn
 
-from .formats import expect
-from .unit import assert_true_directions, assert_unit_scaled, constrain, scaled, unit_cross_entropy, unit_mse
+from .unit import constrain, scaled, unit_cross_entropy, unit_mse
 from .unit import unit_batch_norm, unit_group_norm, unit_layer_norm, unit_rms_norm, unit_dropout, unit_embedding
 from .unit import unit_attention, unit_avg_pool1d, unit_avg_pool2d, unit_conv1d, unit_conv2d, unit_linear
 from .unit import unit_gelu, unit_matmul, unit_relu, unit_sigmoid, unit_silu, unit_softmax, unit_tanh, unit_readout
@@ -552,36 +551,3 @@ class UnitTwoTowers(nn.Module):
         z = unit_matmul(pics, words.T, 'none')                                # √d times the cosine
         log_scale = scaled(self.log_scale, 1., z.numel()**-.5)                # its gradient is a sum over all pairs
         return z*(log_scale.exp()*pics.shape[-1]**-.5)
-
-# %% ../nbs/26_unit_models.ipynb #a31aeb42
-def check_input_share(
-    f, # (float, int) -> float
-):
-    "Check exercise 1 of chapter 26"
-    expect(f, [((.5, 1), .5), ((.5, 4), .0625), ((.25, 2), .5625), ((.75, 0), 1.)])
-
-# %% ../nbs/26_unit_models.ipynb #0113ec7f
-def check_ffn_overhead(
-    f, # (int, int, int) -> float
-):
-    "Check exercise 2 of chapter 26"
-    for t,d,h in ((512, 64, 256), (1024, 1024, 4096), (8, 16, 32)):
-        got, want = f(t, d, h), (4*t*h + 2*t*d + 2*d*h)/(6*t*d*h)
-        assert got is not None, 'ffn_overhead returned nothing: replace the stub with your solution.'
-        assert abs(got/want - 1) < 1e-9, f'ffn_overhead({t}, {d}, {h}) gave {got:.6g}; expected {want:.6g}.'
-
-# %% ../nbs/26_unit_models.ipynb #fe471604
-def check_unit_softplus(
-    f, # () -> class
-):
-    "Check exercise 3 of chapter 26"
-    cls = f()
-    assert cls is not None, 'unit_softplus returned nothing: replace the stub with your solution.'
-    assert issubclass(cls, nn.Softplus) and cls is not nn.Softplus, 'A subclass of nn.Softplus is wanted.'
-    assert issubclass(cls, UnitLayer), 'Let it be a UnitLayer, too: from there it has its constraint.'
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 256, generator=g)
-    for constraint in ('none', 'geometric'):
-        model = unit_scale(nn.Sequential(nn.Softplus()), constraint=constraint, known={nn.Softplus: cls})
-        if constraint == 'none': assert_unit_scaled(model, x=x)
-        else: assert_true_directions(lambda x: x + model(x), x[:4])

@@ -22,7 +22,7 @@ SEEDS = range(5)
 def measured(seed, divide):
     "A scale measured on the first batch"
     first = next(iter(batches(digits(), 256, 1, seed)))
-    return StaticScaler.measured(deep_sigmoid(seed, depth=7), first, lambda p, y: cross_entropy(p, y)/divide)
+    return StaticScaler.measured(deep_sigmoid(seed, depth=7), first, lambda p, y: cross_entropy(p, y)/divide, 2.**13)
 
 
 def run(row, seed):

@@ -1,7 +1,7 @@
 """Which forms of the pre-norm transformer train with their products in eight bits? (chapter 27)
 
 A row is a form and the length of the loss's mean (`long mean` divides the loss by 1,024). A training has
-150 steps of 16 windows of 32 characters.
+150 steps of 16 windows of 32 characters. `floor` is the OCP specification's rounding of a block's scale.
 """
 import torch
 
@@ -20,7 +20,9 @@ FORMS = {'regular FP32': (False, False, None, 1.), 'regular FP8': (False, False,
          'regular FP8, current amax': (False, False, FP8Recipe('current'), 1.),
          'regular FP8, delayed amax': (False, False, FP8Recipe('delayed', history=16), 1.),
          'regular FP8, MX': (False, False, FP8Recipe('mx'), 1.),
+         'regular FP8, MX floor': (False, False, FP8Recipe('mx', scale_rounding='floor'), 1.),
          'regular FP8, MX all E4M3': (False, False, FP8Recipe('mx', backward='e4m3'), 1.),
+         'regular FP8, MX all E4M3 floor': (False, False, FP8Recipe('mx', backward='e4m3', scale_rounding='floor'), 1.),
          'regular FP8, unit loss': (False, True, FP8Recipe(), 1.),
          'unit FP32': (True, True, None, 1.), 'unit FP8': (True, True, FP8Recipe(), 1.)}
 MEANS = {'mean over 512': 1., 'long mean': 2.**-10}

@@ -1,61 +1,136 @@
-"""Which policies bring the two towers through ten bad batches? (chapter 16)
+"""What brings two towers through a storm of bad batches? (chapter 16)
 
-A row is a policy and the step at which the storm begins. All but two start from 2^16; the loss is divided
-by 1,024, as a mean over so many micro-batches would divide it. Learnt: the loss ends below 1.5.
-`measured` is the power of two that lifts the largest gradient of the first batch to 2^13.
+A row is a policy and a storm. A storm has ten batches from step 30 of 300, and the loss is divided by 1,024,
+as a mean over so many micro-batches divides it, if nothing else is said.
+`loss`: one picture of twenty is 100,000 times too bright, so in FP16 the loss is not finite; `loss / 1` and so
+on: that, divided by less. `NaN`: the loss is finite, and the gradient of the logits is NaN; `NaN x 24`: in 24
+batches. `large`: it is 2^20 times too large. `grown`: it is 2^14 times as large from step 30 on, for good.
+`late`: as `loss`, from step 100 on. Learnt: the loss ends below 2; a guesser has 2.30.
+FP32, too, skips a step whose gradients are not finite.
 """
+import math
 from dataclasses import replace
+from itertools import count
 
 import torch
+from torch.nn.utils import clip_grad_norm_
+
 from mpcourse.dynamic import DynamicScaler
+from mpcourse.half import cast
+from mpcourse.master import HalfWeights
+from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
-from mpcourse.simulator import fly, hard_batches
+from mpcourse.simulator import spoil
 from mpcourse.step import MixedStep
-from mpcourse.toys import batches, contrastive, get_toy
+from mpcourse.tensorcore import fast_half
+from mpcourse.toys import batches, contrastive, get_toy, predict, train_toy
+
+STEPS = 300
+# divisor of the loss, first bad step, how many, and the factor on the gradient of the logits (None: bright pictures)
+STORMS = {'none': (1024, 30, 0, None), 'loss': (1024, 30, 10, None), 'loss / 256': (256, 30, 10, None),
+          'loss / 64': (64, 30, 10, None), 'loss / 1': (1, 30, 10, None), 'NaN': (1024, 30, 10, math.nan),
+          'NaN x 24': (1024, 30, 24, math.nan), 'large': (1024, 30, 10, 2.**20),
+          'grown': (1024, 30, STEPS, 2.**14), 'late': (1024, 100, 10, None)}
 
 
-def scaled_down(pred, y):
-    "The loss that is trained"
-    return contrastive(pred, y)/1024
+def fp32_step(clip):
+    "FP32 with clipping, which skips what is not finite"
+    def step(model, xb, yb, opt, loss_func):
+        opt.zero_grad()
+        loss = loss_func(predict(model, xb), yb)
+        loss.backward()
+        fine = clip_grad_norm_(model.parameters(), clip).isfinite()
+        if fine: opt.step()
+        return dict(loss=loss.detach(), scale=1., skipped=float(not fine))
+    return step
 
 
-TOWERS = replace(get_toy('two_towers'), loss_func=scaled_down)
+def torchs_step(scaler, clip):
+    "A loop with torch's scaler and one line more: a batch whose loss is not finite is left out"
+    def step(model, xb, yb, opt, loss_func):
+        opt.zero_grad()
+        scale = scaler.get_scale()
+        with fast_half(), HalfWeights(model):
+            loss = loss_func(predict(model, cast(xb, torch.float16)).float(), yb)
+            if not loss.isfinite(): return dict(loss=loss.detach(), scale=scale, skipped=1.)     # the line
+            scaler.scale(loss).backward()
+        scaler.unscale_(opt)
+        clip_grad_norm_(model.parameters(), clip)
+        scaler.step(opt)
+        scaler.update()
+        return dict(loss=loss.detach(), scale=scale, skipped=float(scaler.get_scale() < scale))
+    return step
 
 
-def grows(interval, **kw):
-    "Torch's policy, impatient"
-    return DynamicScaler(growth_interval=interval, hold=False, **kw)
+def toy_of(divide):
+    "The two towers, with a loss that is divided"
+    return replace(get_toy('two_towers'), steps=STEPS, loss_func=lambda pred, y: contrastive(pred, y)/divide)
 
 
-def measured(seed):
+def measured(seed, divide):
     "A scale measured on the first batch"
-    first = next(iter(batches(TOWERS.data(), TOWERS.bs, 1, seed)))
-    return StaticScaler.measured(TOWERS.model(seed), first, scaled_down)
+    toy = toy_of(divide)
+    return StaticScaler.measured(toy.model(seed), next(batches(toy.data(), toy.bs, 1, seed)), toy.loss_func)
 
 
-BF16 = MixedStep(StaticScaler(1.), torch.bfloat16, clip=1.)
-ROWS = {'FP32': ('fp32', 30), 'torch, no storm': ('torch', None), 'torch': ('torch', 30),
-        'Megatron': ('megatron', 30), 'metaseq': ('metaseq', 30), 'interval 100': (grows(100), 30),
-        'interval 10': (grows(10), 30), 'interval 1': (grows(1), 30),
-        'tuned: from 2^24, interval 50': (grows(50, init_scale=2.**24), 30),
-        'static 2^16': (StaticScaler(2.**16), 30), 'measured': (measured, 30), 'BF16': (BF16, 30),
-        'floor 2^12': (DynamicScaler(min_scale=2.**12, hold=False), 30), 'hold': (DynamicScaler(), 30),
-        'FP32, at 300': ('fp32', 300), 'torch, at 300': ('torch', 300),
-        'Megatron, at 300': ('megatron', 300)}
-OWN_START = ('tuned: from 2^24, interval 50', 'measured')
-SEEDS = range(5)
+def floored(seed, divide):
+    "Torch's rule from a measured scale, with a floor four octaves below it"
+    scale = measured(seed, divide).scale.item()
+    return DynamicScaler(scale, min_scale=scale/16, hold=False)
+
+
+# from the same 2^16, from a start of one's own, and no scaler at all
+POLICIES = {'FP32': None, 'torch': lambda *_: get_policy('torch'), 'torch and the line': None,
+            'hold': lambda *_: DynamicScaler(), 'floor 2^8': lambda *_: DynamicScaler(min_scale=2.**8, hold=False),
+            'floor 2^12': lambda *_: DynamicScaler(min_scale=2.**12, hold=False),
+            'patience 16': lambda *_: DynamicScaler(hysteresis=16, refill='clean', hold=False),
+            'torch from 2^24': lambda *_: get_policy('torch', init_scale=2.**24),
+            'measured, floor 2^-4 of it': floored, 'measured, constant': measured}
+PUBLISHED = {'Megatron from 2^16': lambda *_: get_policy('megatron', init_scale=2.**16),
+             'Megatron from its own 2^32': lambda *_: get_policy('megatron'),
+             'metaseq from 2^16': lambda *_: get_policy('metaseq', init_scale=2.**16),
+             'metaseq from its own 4': lambda *_: get_policy('metaseq'), 'BF16': None}
+ROWS = [f'{p}: {s}' for p in POLICIES for s in STORMS if s != 'late']
+ROWS += [f'{p}: {s}' for p in PUBLISHED for s in ('none', 'loss')] + ['FP32: late', 'torch: late']
+SEEDS = range(10)
+
+
+def step_of(policy, seed, divide):
+    "The step of a policy"
+    clip = 1/divide
+    if policy == 'FP32': return fp32_step(clip)
+    if policy == 'torch and the line': return torchs_step(torch.amp.GradScaler('cpu'), clip)
+    if policy == 'BF16': return MixedStep(StaticScaler(1.), torch.bfloat16, clip=clip)
+    return MixedStep((POLICIES | PUBLISHED)[policy](seed, divide), clip=clip)
+
+
+def in_storm(step, storm, seed):
+    "The same step, with the storm's batches or gradients"
+    _, first, n, factor = STORMS[storm]
+    number, gen = count(), torch.Generator().manual_seed(seed)
+    def go(model, xb, yb, opt, loss_func):
+        def louder(pred, y):
+            pred.register_hook(lambda g: g*factor)
+            return loss_func(pred, y)
+        if not first <= next(number) < first + n: return step(model, xb, yb, opt, loss_func)
+        if factor: return step(model, xb, yb, opt, louder)
+        return step(model, spoil(xb, generator=gen), yb, opt, loss_func)
+    return go
 
 
 def run(row, seed):
-    "Final loss, whether it learnt, zeros of the first layer, lowest and last log2 scale, skipped steps"
-    pilot, at = ROWS[row]
-    pilot = pilot(seed) if pilot is measured else pilot
-    n = 10 if at else 0
-    storm = hard_batches(n, at or 0, after=TOWERS.steps - (at or 0) - n)
-    flight = fly(TOWERS, {row: pilot}, storm, start=None if row in OWN_START else 2.**16, seed=seed)
-    end = {k: float(v) for k, v in flight.table().loc[row].items()}
-    rest = {k: end[k] for k in ('zeros', 'lowest', 'end', 'skipped')}
-    return dict(loss=1024*end['loss'], learnt=1024*end['loss'] < 1.5, **rest)
+    "Final loss, whether it learnt, zeros of the first layer's gradient, lowest and last log2 scale, skipped steps"
+    policy, storm = row.split(': ')
+    divide, zeros = STORMS[storm][0], []
+    toy, step = toy_of(divide), in_storm(step_of(policy, seed, divide), storm, seed)
+    def look(model, xb, yb, opt, loss_func):
+        rec = step(model, xb, yb, opt, loss_func)
+        if not rec['skipped']: zeros.append((model.image[1].weight.grad == 0).float().mean().item())
+        return rec
+    got = train_toy(toy, look, seed)
+    scale = torch.tensor(got.history['scale']).log2()
+    return dict(loss=divide*got.loss, learnt=divide*got.loss < 2, zeros=sum(zeros[-20:])/len(zeros[-20:]),
+                lowest=scale.min(), end=scale[-1], skipped=sum(got.history['skipped']))
 
 
 if __name__ == '__main__':

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 LIBENV = ROOT/'.venv-library'
-FASTAI = 'accumulate als callback checkpoint exercises gradscaler imports layerwise master monitor step underflow'.split()  # tests that meet fastai or fastcore
+FASTAI = 'callback monitor checkpoint accumulate'.split()  # tests of what another fastai could break, beside the promises
 CHKSTYLE_IGNORE = 'continuation-indent,semicolon,dict-literal,single-statement-body,inefficient-multiline-expression'
 
 
@@ -91,15 +91,15 @@ def lint():
 
 
 def course():
-    "Every notebook once, in a fresh kernel, into _course/"
+    "Every notebook once, in a fresh kernel, into _course/; but in CI not again where neither its text nor its code has changed"
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp)/'outcomes.json'
         code = ("import json, sys; from tools.course import run_course; "
-                "json.dump([o.status for o in run_course()], open(sys.argv[1], 'w'))")
-        rc = sh(sys.executable, '-c', code, report)
+                "json.dump([o.status for o in run_course(changed=sys.argv[2] != 'CI')], open(sys.argv[1], 'w'))")
+        rc = sh(sys.executable, '-c', code, report, 'CI' if os.environ.get('CI') == 'true' else '')
         if rc or not report.exists(): return check('the course runs', False)
         status = json.loads(report.read_text())
-        return Counts(status.count('ok'), len(status) - status.count('ok')) + check('there are chapters', status)
+        return Counts(status.count('ok'), len(status) - status.count('ok'))
 
 
 def pytest(python, *args):
@@ -134,6 +134,8 @@ def library_env():
     if not python.exists() and sh(sys.executable, '-m', 'venv', LIBENV): return False
     wanted = [torch_bound(), 'fastai', 'fastcore', 'pytest', 'pytest-timeout', 'pytest-rerunfailures', 'pytest-xdist', 'hypothesis', 'ml_dtypes', 'gfloat', 'scikit-learn',
               'tensorboard', 'fastaistyle>=0.0.20']
+    index = os.environ.get('TORCH_INDEX')             # of CPU builds; alone, so that no other package comes from it
+    if index and sh(python, '-m', 'pip', 'install', '-qq', '--index-url', index, torch_bound()): return False
     if sh(python, '-m', 'pip', 'install', '-qq', '--upgrade', *wanted, '-e', ROOT): return False
     stamp.write_text(want)
     return True
@@ -144,8 +146,11 @@ def findings():
     command = [LIBENV/'bin/chkstyle', '--ignore', CHKSTYLE_IGNORE, 'nbs']
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder)/'nbs').mkdir()
-        for p in (ROOT/'nbs').glob('*.ipynb'):    # fastaistyle takes `exporti` for an example
-            (Path(folder)/'nbs'/p.name).write_text(p.read_text(encoding='utf-8').replace('"#| exporti', '"#| export'), encoding='utf-8')
+        for p in (ROOT/'nbs').glob('*.ipynb'):    # a checker is a function, and no example
+            nb = json.loads(p.read_text(encoding='utf-8'))
+            for c in nb['cells']:
+                if any(l.startswith('def check_') for l in c['source']): c['source'] = ['#| export\n', *c['source']]
+            (Path(folder)/'nbs'/p.name).write_text(json.dumps(nb), encoding='utf-8')
         r = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
     lines = r.stdout.splitlines()
     return [what for what, code in zip(lines, lines[1:]) if what.startswith('# nbs/') and code != '# your turn:']
@@ -163,8 +168,10 @@ def style():
 def library():
     "What meets fastai, once more beside the newest fastai and fastcore (the torch is the same, and so is its arithmetic)"
     if not library_env(): return check('.venv-library installs', False)
-    alone = '-m', 'library', '-k', 'not rank and not process' # ranks have run with the other tests
-    return pytest(LIBENV/'bin/python', *[f'tests/test_{name}.py' for name in FASTAI], *alone)
+    alone = '-k', 'not rank and not process and not killed' # these have run with the other tests
+    promised = [f'tests/promises/test_{name}.py' for name in ('1_no_nan', '2_fp32', '3_resume')]
+    rest = [f'tests/test_{name}.py' for name in FASTAI]
+    return pytest(LIBENV/'bin/python', *promised, *alone) + pytest(LIBENV/'bin/python', *rest, '-m', 'library', *alone)
 
 
 def chromium():

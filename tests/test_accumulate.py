@@ -6,7 +6,8 @@ from fastai.basics import Adam, Callback, Learner, SGD
 from fastai.callback.training import GradientAccumulation, GradientClip
 from hypothesis import given, settings, strategies as st
 
-from mpcourse.accumulate import (MEANS, STORING, HalfStep, HalfStorage, RunningMean, RunningMeanCB, mean_backward,
+from mpcourse.learner import RunningMeanCB
+from mpcourse.accumulate import (MEANS, STORING, HalfStep, HalfStorage, RunningMean, mean_backward,
                                  running_mean)
 from mpcourse.callback import quiet_fit, tensor_dls
 from mpcourse.dynamic import DynamicScaler

@@ -5,7 +5,8 @@ import numpy as np
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-from mpcourse.als import (BLIND, EDGE, ALSScaler, ALSView, ALSViewCB, keras_scaler, popart_scaler, sudden_dips)
+from mpcourse.learner import ALSViewCB
+from mpcourse.als import (BLIND, EDGE, ALSScaler, ALSView, keras_scaler, popart_scaler, sudden_dips)
 from mpcourse.callback import MixedPrecisionCB, tensor_dls
 from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
@@ -18,10 +19,10 @@ from mpcourse.toys import batches, fit, get_toy, train_toy
 pytestmark = pytest.mark.library
 INF, NAN = math.inf, math.nan
 MAKES = dict(als=ALSScaler, free=lambda **kw: ALSScaler(hold=False, min_scale=2.**-24, **kw), maximum=lambda **kw: ALSScaler(threshold=0., **kw),
-             deadband=lambda **kw: ALSScaler(deadband=True, **kw), smooth=lambda **kw: ALSScaler(smooth=.5, threshold=.01, **kw),
+             deadband=lambda **kw: ALSScaler(deadband=True, **kw),
              period=lambda **kw: ALSScaler(period=3, **kw), saturate=lambda **kw: ALSScaler(saturate=True, **kw), popart=popart_scaler,
              popart_period=lambda **kw: popart_scaler(period=2, **kw), keras=keras_scaler,
-             keras_smooth=lambda **kw: keras_scaler(update_frequency=3, smooth=.25, **kw))
+             keras_often=lambda **kw: keras_scaler(update_frequency=1, **kw))
 every = pytest.mark.parametrize('name', MAKES)
 
 
@@ -143,9 +144,9 @@ def test_no_weight_becomes_nan_in_two_hundred_bad_steps(name, quietly):
 
 BAD = [(dict(threshold=1.5), 'threshold=1.5'), (dict(threshold=-.1), 'take 0 to 1'), (dict(threshold=NAN), 'threshold=nan'), (dict(edge=0.), 'edge=0.0'),
        (dict(edge=1e5), 'edge=1'), (dict(edge=8189.), 'take an FP16 number'), (dict(factor=1.), 'factor=1.0'), (dict(period=0), 'period=0'),
-       (dict(period=1.5), 'period=1.5'), (dict(smooth=1.), 'smooth=1.0'), (dict(weights=False, activations=False), 'nothing left'),
+       (dict(period=1.5), 'period=1.5'), (dict(weights=False, activations=False), 'nothing left'),
        (dict(min_scale=4., init_scale=2.), '2.0 cannot work'), (dict(max_scale=.5), '0.5'), (dict(init_scale=0.), '0.0 cannot work'),
-       (dict(min_scale=0.), '0.0'), (dict(max_scale=INF), 'inf'), *[({k: v}, 'cannot work') for k in ('edge', 'threshold', 'factor', 'smooth', 'period') for v in ('x', None)]]
+       (dict(min_scale=0.), '0.0'), (dict(max_scale=INF), 'inf'), *[({k: v}, 'cannot work') for k in ('edge', 'threshold', 'factor', 'period') for v in ('x', None)]]
 @pytest.mark.parametrize('kw,says', BAD)
 def test_what_cannot_work_is_refused_with_a_sentence(kw, says):
     with pytest.raises(ValueError, match=says): ALSScaler(**kw)
@@ -153,6 +154,7 @@ def test_presets_refuse_too():
     for kw in (dict(bin_edge=1.), dict(bin_edge=-.1), dict(threshold=2.), dict(period=0)):
         with pytest.raises(ValueError): popart_scaler(**kw)
     with pytest.raises(ValueError, match='65536'): keras_scaler(2.**16)
+    with pytest.raises(ValueError, match='update_frequency=0'): keras_scaler(update_frequency=0)
 
 
 # --- the rule ---
@@ -215,15 +217,6 @@ def test_the_deadband_stays_where_a_doubling_would_be_taken_back():
         assert all(magnitudes(calm, base, 1) == rest for _ in range(20)) and EDGE/4 <= rest*base < EDGE
         assert len({magnitudes(wild, base, 1) for _ in range(4)}) == 2
     assert octaves(ALSScaler(deadband=True), [saw(100.), saw(5000.), saw(9000.), saw(4095.), saw(4096.)]) == [1, 1, 0, 1, 1]
-
-
-def test_smoothing_is_keras_filter_and_forgets_when_the_scale_falls():
-    sc = ALSScaler(2.**8, smooth=.5, threshold=.1)
-    octaves(sc, [saw(above=0., numel=100.)])
-    assert sc.bins.tolist() == [0, 0, 50]
-    assert octaves(sc, [saw(9e3, above=12., near=12., numel=100.)]) == [10]    # 6 of 75 are not more than a tenth; unsmoothed 12 of 100 are
-    assert sc.bins.tolist() == [6, 6, 75] and octaves(ALSScaler(2.**8, threshold=.1), [saw(9e3, above=12., numel=100.)]) == [7]
-    assert octaves(sc, [saw(9e3, above=90., numel=100.)]) == [9] and sc.bins.tolist() == [0, 0, 0]
 
 
 def test_dips_are_flagged_and_journeys_are_not():
@@ -487,6 +480,8 @@ def moves(path, first=0.): return [i for i, (a, b) in enumerate(zip([first, *pat
 def test_keras_trace():
     k = octaves(keras_scaler(), [saw()]*200)
     assert moves(k)[:4] == [8, 17, 26, 35] and max(k) == 14                                      # every ninth step; never at 2^15
+    assert moves(octaves(keras_scaler(update_frequency=2), [saw()]*9)) == [2, 5, 8]
+    assert octaves(keras_scaler(update_frequency=1), [saw()]*4) == [1, 2, 3, 4]                    # a case of its own in the source
     assert octaves(keras_scaler(update_frequency=1), [saw(9e3, above=1e5)]*4) == [0]*4             # never below 1
     crowd, none = saw(9e3, above=40., numel=100.), saw(above=0., numel=100.)
     for others, last in (([none]*3, 3), ([none]*4, 5)):                                            # 40 of 400 against 40 of 500

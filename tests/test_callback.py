@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
-from fastai.basics import Adam, Callback, CancelBatchException, CancelFitException, CrossEntropyLossFlat, Learner, OptimWrapper, SGD, load_learner
+from fastai.basics import Adam, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CrossEntropyLossFlat, Learner, OptimWrapper, SGD, load_learner
 from fastai.callback.all import GradientAccumulation, GradientClip
 
 from mpcourse.callback import MixedPrecisionCB, StepHistory, quiet_fit, tensor_dls
@@ -288,7 +288,45 @@ def test_training_goes_on_after_a_skipped_step_as_if_the_batch_had_not_been(opt)
     assert same(run(True), run(False))
 
 
+def ours(name, path):
+    "Each callback of the course's, and the Learner it needs"
+    from mpcourse.als import ALSScaler
+    from mpcourse.learner import ALSViewCB, RunningMeanCB
+    from mpcourse.checkpoint import CheckpointCB
+    from mpcourse.underflow import MonitorCB
+    make = dict(monitor=MonitorCB, checkpoint=partial(CheckpointCB, path/'x.ckpt', every=1), mean=partial(RunningMeanCB, 8), view=partial(ALSViewCB, 1))
+    return learner(mixed=ALSScaler(2.**8, activations=False) if name == 'view' else 2.**8), make[name]()
+
+
+@pytest.mark.parametrize('name', ('monitor', 'checkpoint', 'mean', 'view', 'mixed'))
+@pytest.mark.parametrize('event', ('before_batch', 'after_backward', 'after_epoch', 'before_epoch'))
+def test_after_ctrl_c_a_callback_that_is_removed_leaves_a_learner_that_fits(name, event, tmp_path):
+    learn, cb = (learner(mixed=2.**8), None) if name == 'mixed' else ours(name, tmp_path)
+    cb = cb or learn.mixed_precision_cb
+    if name != 'mixed': learn.add_cb(cb)
+    stop = At(event, interrupt, order=60)
+    with pytest.raises(KeyboardInterrupt): fit(learn, 1, cbs=stop)
+    was = weights(learn)
+    fit(learn.remove_cb(cb), 1)
+    assert not same(weights(learn), was)
+    assert not any(n.startswith('_do_') and getattr(f.args[0], '__self__', None) is cb for n, f in vars(learn).items())
+
+
 def cancel(learn): raise CancelBatchException
+def interrupt(learn): raise KeyboardInterrupt
+def no_backward(learn): raise CancelBackwardException
+
+
+@pytest.mark.parametrize('at', (0, 2))
+def test_a_cancelled_backward_pass_goes_on_as_in_fp32(at, opt=Adam):
+    "In the first batch no parameter has a gradient yet"
+    def run(**kw):
+        learn = learner(opt, shuffle=False, **kw)
+        learn.add_cb(At('before_backward', no_backward, when=at_iter(at)))
+        start = weights(learn)
+        fit(learn, 1)
+        return [(p - start[n]).abs().sum() > 0 for n, p in weights(learn).items() if p.is_floating_point()]
+    assert run() == run(mixed=None) and (any(run()) or at == 0)
 
 
 def test_a_scale_too_large_skips_everything_by_itself_and_nothing_moves():

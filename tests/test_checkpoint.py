@@ -1,18 +1,21 @@
 "Trainings that end at any moment: what is on the disk then, what goes on from it; kills with SIGKILL are in promises/test_3_resume.py"
-import os, random, resource, signal, time  # noqa: F401, the code of ranks uses them all
+import os, random, resource, signal, subprocess, sys, time, warnings, zipfile  # noqa: F401, the code of ranks uses them all
+from collections import Counter, defaultdict, deque
 from pathlib import Path
 
 import numpy as np
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
-from fastai.basics import Adam, BCEWithLogitsLossFlat, CrossEntropyLossFlat, Learner, MSELossFlat
-from fastai.callback.all import GradientAccumulation, MixUp, SaveModelCallback
+from fastai.basics import Adam, BCEWithLogitsLossFlat, Callback, CancelFitException, CrossEntropyLossFlat, L, Learner, MSELossFlat
+from fastai.callback.all import EarlyStoppingCallback, GradientAccumulation, MixUp, SaveModelCallback
 from fastai.losses import FocalLossFlat, LabelSmoothingCrossEntropyFlat
 from fastai.metrics import accuracy
 
 from mpcourse.callback import quiet_fit, tensor_dls
-from mpcourse.checkpoint import CheckpointCB, load_training_state, save_training_state
+from mpcourse import checkpoint
+from mpcourse.checkpoint import CheckpointCB, load_training_state, read_training_state, save_training_state, write_whole
 from mpcourse.master import HalfWeights
 from mpcourse.scaler import StaticScaler
+from mpcourse.underflow import MonitorCB
 from test_callback import At, Climber, assert_clean, at_iter, ctrl_c, fit, inf_grad, learner, same, seed_all, tree, whole
 
 pytestmark = pytest.mark.library
@@ -24,9 +27,13 @@ def outcome(learn):
     return dict(whole(learn), buffers=tree(dict(learn.model.named_buffers())), losses=tree(list(rec.losses)), lrs=list(map(float, rec.lrs)),
                 values=[list(map(float, v)) for v in rec.values], scaler=None if cb is None else tree(cb.scaler.state_dict()), iters=list(rec.iters),
                 random=(random.random(), np.random.rand(), torch.rand(()).item()), train_iter=learn.train_iter,
-                steps=cb and [cb.history.scales.tolist(), cb.history.skipped.tolist(), cb.last_outcome.number])
+                steps=cb and [cb.history.scales.tolist(), cb.history.skipped.tolist(), getattr(cb.last_outcome, 'number', None)])
 
 
+def new_life(): checkpoint._scripts.clear()             # what a new process knows of its paths
+
+
+def done(path): return read_training_state(path)['extra']['done']
 def differ(a, b): return [k for k in b if not same(a[k], b[k])]
 def stop(event, at): return At(event, ctrl_c, order=90, when=lambda l: l.training and l.train_iter == at)
 
@@ -75,7 +82,7 @@ def test_stopped_and_resumed_is_the_uninterrupted_run_bit_for_bit(run, tmp_path)
     got, n = outcome(train(learn, run)), len(learn.dls.train)
     assert steps == [(i, i%n) for i in range(steps[0][0], want['train_iter'])] and (steps[0][0] > 0) == (run != 'early')
     assert not differ(got, want)
-    assert not os.listdir(tmp_path)
+    assert {*os.listdir(tmp_path)} == {path.name, '.run.pt.lock'} and done(path)      # until the script ends
     assert_clean(learn)
 
 
@@ -91,7 +98,7 @@ def test_a_checkpoint_every_so_many_steps(tmp_path):
     learn = learner(cbs=[CheckpointCB(path, every=3), At('after_batch', lambda l: seen.append(path.exists() and path.stat().st_mtime_ns) if l.training else None, order=90)])
     fit(learn, 3)
     assert [bool(a) and a != b for b,a in zip([False] + seen, seen)] == [(i + 1) % 3 == 0 for i in range(12)]
-    assert not path.exists()
+    assert done(path)
 
 
 @pytest.mark.parametrize('change', ['epochs', 'bs', 'data', 'lr', 'schedule', 'opt', 'wd', 'groups', 'model', 'scaler', 'no scaler'])
@@ -155,7 +162,7 @@ def test_validating_inside_a_fit_does_not_disturb_it(tmp_path):
     learn = learner('adam', cbs=[CheckpointCB(path, every=1), At('after_epoch', look, order=85)])
     plain = learner('adam', cbs=[At('after_epoch', look, order=85)])
     assert same(whole(fit(learn, 2))['w'], whole(fit(plain, 2))['w'])
-    assert seen[:4] == [True]*4 and not path.exists()
+    assert seen[:4] == [True]*4 and done(path)
 
 
 def test_resumed_with_a_model_saver(tmp_path):
@@ -211,7 +218,8 @@ def classes(path=None, every=5, loss=CrossEntropyLossFlat, seed=0, rank=0, wrap=
 def test_every_loss_of_fastais_leaves_a_file_that_can_be_read(loss, tmp_path):
     path = tmp_path/'run.pt'
     with pytest.raises(KeyboardInterrupt): quiet_fit(classes(path, loss=loss, cbs=[stop('after_batch', 7)]), 2)
-    assert type(torch.load(path, weights_only=True)['extra']['recorder']['losses'][0]) is torch.Tensor
+    torch.load(path, weights_only=True)
+    assert type(read_training_state(path)['extra']['recorder']['losses'][0]) is torch.Tensor
     assert same(whole(quiet_fit(classes(path, loss=loss, seed=3), 2)), whole(quiet_fit(classes(loss=loss), 2)))
 
 
@@ -223,6 +231,187 @@ def test_mixup_on_one_cycle_goes_on_bit_for_bit(tmp_path):
     assert path.exists() and not differ(outcome(train(path, seed=3)), want)
 
 
+# --- what callbacks remember ---
+
+class Remembers(Callback):
+    "All kinds of containers, which act on the training"
+    order, name = 30, 'remembers'
+    def __init__(self, shared):
+        self.rows, self.kinds, self.means, self.last, self.seen, self.sums, self.some = [], {}, L(), deque(maxlen=3), defaultdict(list), None, set()
+        self.count, self.shared = Counter(), shared
+    def after_batch(self):
+        if not self.learn.training: return
+        loss = self.learn.loss.detach().as_subclass(torch.Tensor)
+        self.rows.append(loss); self.means.append(float(loss)); self.last.append((self.learn.train_iter, {'a': [loss]})); self.shared.append(1)
+        self.kinds[self.learn.train_iter] = {'x': (1, np.float32(2)), 'y': np.arange(3)*self.learn.train_iter}
+        self.seen[self.learn.train_iter%2].append(np.float64(loss)); self.some.add(self.learn.train_iter); self.count['n'] += 1
+        self.sums = (0. if self.sums is None else self.sums) + np.array([[1., float(loss)]])
+        with torch.no_grad(): next(self.learn.model.parameters()).add_(float(np.mean(self.means)) + self.sums.mean() + len(self.last), alpha=1e-3)
+    def state(self):
+        kinds = {k: (v['x'], v['y'].tolist()) for k,v in self.kinds.items()}
+        return tree(dict(rows=self.rows, kinds=kinds, means=list(self.means), last=list(self.last), seen=dict(self.seen), sums=self.sums.tolist(),
+                         some=sorted(self.some), count=dict(self.count), shared=self.shared))
+
+
+def test_what_a_callback_remembers_in_containers_goes_on(tmp_path):
+    path, log = tmp_path/'run.pt', []
+    want = quiet_fit(classes(cbs=[Remembers([])]), 3)
+    with pytest.raises(KeyboardInterrupt): quiet_fit(classes(path, every=4, cbs=[Remembers([]), stop('after_batch', 10)]), 3)
+    got = quiet_fit(classes(path, every=4, seed=3, cbs=[Remembers(log)]), 3)
+    a, b = got.remembers, want.remembers
+    assert same(whole(got)['w'], whole(want)['w']) and same(a.state(), b.state()) and len(log) == 18
+    for n in ('rows', 'kinds', 'means', 'last', 'seen', 'sums', 'some', 'count'): assert type(getattr(a, n)) is type(getattr(b, n)), n
+    assert a.last.maxlen == 3 and a.seen.default_factory is list and type(a.kinds[1]['y']) is np.ndarray
+
+
+class Hoards(Callback):
+    "Remembers what no file can hold, and has some of it from the beginning"
+    def __init__(self): self.odd, self.tools, self.deep = [], [print, Path('/')], {'a': [object()]}
+    def after_batch(self):
+        self.odd.append(Path('/'))
+        if self.learn.train_iter == 9: self.deep['a'].append(object())
+
+
+def test_what_cannot_be_kept_is_named_once(tmp_path):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        quiet_fit(classes(tmp_path/'run.pt', every=2, cbs=[Hoards()]), 3)
+    assert [str(w.message).split()[0] for w in told] == ['hoards.odd', 'hoards.deep']
+
+
+def test_usual_callbacks_raise_no_warning(tmp_path):
+    cbs = [MixUp(), SaveModelCallback(), EarlyStoppingCallback(patience=9), MonitorCB(every=2, writers=tmp_path/'rows.jsonl')]
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        learn = classes(tmp_path/'run.pt', every=2, cbs=cbs)
+        learn.path = tmp_path
+        quiet_fit(learn, 2, .02, method='fit_one_cycle')
+
+
+def test_a_checkpoint_has_as_many_parts_late_as_early(tmp_path):
+    "One tensor a step would make each file longer to write than the one before"
+    path, parts = tmp_path/'run.pt', []
+    look = At('after_batch', lambda l: parts.append(len(zipfile.ZipFile(path).namelist())) if l.training else None, 90)
+    quiet_fit(classes(path, every=1, cbs=[MixUp(), Remembers([]), look]), 6, .02, method='fit_one_cycle')
+    del parts[:6]               # deques and moments fill
+    assert max(parts[-6:]) <= max(parts[:6]) + 24*2         # `kinds` of Remembers: an array a step, which are its own
+    parts.clear()
+    quiet_fit(classes(path, every=1, cbs=[MixUp(), look]), 6, .02, method='fit_one_cycle')
+    assert len(parts) == 36 and len(set(parts[2:])) == 1
+
+
+# --- the end of a fit ---
+
+class Clock(Callback):
+    "A time limit"
+    order = 70
+    def __init__(self, event, at): setattr(self, event, self.look); self.at = at
+    def look(self):
+        if self.learn.train_iter >= self.at: raise CancelFitException
+
+
+@pytest.mark.parametrize('event', ['after_batch', 'after_epoch', 'before_train'])
+def test_stopped_by_the_clock_it_goes_on(event, tmp_path):
+    path = tmp_path/'run.pt'
+    quiet_fit(classes(path, cbs=[Clock(event, 7)]), 3)
+    assert path.exists() and not done(path)
+    assert same(whole(quiet_fit(classes(path, seed=3), 3)), whole(quiet_fit(classes(), 3)))
+
+
+def test_stopped_by_early_stopping_it_is_complete(tmp_path):
+    path = tmp_path/'run.pt'
+    learn = quiet_fit(classes(path, cbs=[EarlyStoppingCallback(comp=np.equal)]), 9)
+    assert learn.train_iter < 30 and done(path)
+    assert quiet_fit(classes(path, cbs=[EarlyStoppingCallback(comp=np.equal)]), 9).train_iter == learn.train_iter
+
+
+# --- scripts with several fits; kills are in promises/test_3_resume.py ---
+
+def test_ctrl_c_in_the_second_fit(tmp_path):
+    "The first is passed over, and looks as it did at its end; no other callback is called in it"
+    path, seen = tmp_path/'run.pt', []
+    def script(path, seed=0, cbs=()):
+        learn = classes(path, seed=seed, cbs=[MixUp(), *cbs])
+        quiet_fit(learn, 2, .02, method='fit_one_cycle')
+        at_end = outcome(learn)
+        at_end['steps'].pop()                       # the last outcome is an object
+        between = at_end, learn.validate(), list(map(float, learn.final_record)), learn.recorder.metric_names, len(learn.recorder.hps['lr']), learn.model.training
+        quiet_fit(learn, 2, .02, method='fit_one_cycle')
+        return between, outcome(learn)
+    want, want_last = script(None)
+    with pytest.raises(KeyboardInterrupt): script(path, cbs=[At('after_batch', ctrl_c, 90, lambda l: l.training and len(l.mixed_precision_cb.history) == 20)])
+    assert sorted(os.listdir(tmp_path))[-2:] == ['run.fit2.pt', 'run.pt']
+    new_life()
+    begins = At('before_fit', lambda l: seen.append('fit'), when=lambda l: not l.lock.locked())
+    trains = At('after_pred', lambda l: seen.append(len(l.mixed_precision_cb.history)), when=lambda l: l.training)
+    with pytest.warns(UserWarning, match='passed over'):
+        got, last = script(path, seed=3, cbs=[begins, trains])
+    assert not differ(got[0], want[0]) and got[1:] == want[1:] and not differ(last, want_last)
+    assert seen[0] == 'fit' and seen[1:] == list(range(seen[1], 24)) and seen[1] > 12
+
+
+def test_what_belongs_to_another_fit_is_refused_in_a_sentence(tmp_path):
+    path = tmp_path/'run.pt'
+    with pytest.raises(KeyboardInterrupt): quiet_fit(classes(path, cbs=[stop('after_batch', 7)]), 2, .02, method='fit_one_cycle')
+    with pytest.raises(ValueError) as e: quiet_fit(classes(path), 3, .01, method='fit_one_cycle')
+    said = str(e.value).split('\n')[-1].strip()
+    assert 'epochs' in said and 'schedule of lr' in said and len(said.replace(str(path), '')) < 200 and said.count('. ') == 0
+
+
+def test_a_new_first_fit_makes_the_files_of_later_ones_void(tmp_path):
+    path = tmp_path/'run.pt'
+    learn = classes(path)
+    quiet_fit(learn, 1), quiet_fit(learn, 1), quiet_fit(learn, 1)
+    new_life()
+    path.unlink()
+    assert {'run.fit2.pt', 'run.fit3.pt'} <= set(os.listdir(tmp_path))
+    with pytest.raises(KeyboardInterrupt): quiet_fit(classes(path, cbs=[stop('after_batch', 5)]), 1)
+    assert not {'run.fit2.pt', 'run.fit3.pt'} & set(os.listdir(tmp_path))
+
+
+SCRIPT = """
+import sys; sys.path.insert(0, TESTS)
+from test_checkpoint import *
+warnings.simplefilter('ignore')
+path, how, ends = Path(sys.argv[1]), sys.argv[2], []
+def script(path, how):
+    learn = classes(path, seed=0 if path is None or how != 'again' else 3, cbs=[At('after_batch', lambda l: ends.append(l.train_iter) if l.training else None)])
+    quiet_fit(learn, 1)
+    if how == 'fails': raise ZeroDivisionError
+    if how == 'killed': os.kill(os.getpid(), signal.SIGKILL)
+    quiet_fit(learn, 1)
+    return whole(learn)
+want = script(None, '')
+ends.clear()
+assert same(script(path, how), want)
+print(len(ends))
+"""
+
+
+def test_files_go_when_the_script_ends_and_stay_when_it_fails(tmp_path):
+    path = tmp_path/'run.pt'
+    def run(how):
+        code = SCRIPT.replace('TESTS', repr(str(Path(__file__).parent)))
+        p = subprocess.run([sys.executable, '-c', code, str(path), how], capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
+        return p.stdout.strip() or p.stderr[-300:], sorted(os.listdir(tmp_path))
+    assert run('fails')[1] == ['run.pt'] and run('again') == ('6', [])      # the first of two fits was passed over
+    assert run('killed')[1] == ['.run.pt.lock', 'run.pt'] and run('again') == ('6', [])
+
+
+def test_a_callback_for_each_fit_is_one_for_all(tmp_path):
+    "What counts the fits of a script is its path: the second fit does not take the first one's file for its own"
+    path = tmp_path/'run.pt'
+    def script(cb=lambda: None, seed=0):
+        learn = classes(seed=seed)
+        for _ in range(3): quiet_fit(learn, 1, cbs=cb())
+        return outcome(learn)
+    want = script()
+    assert not differ(script(lambda: CheckpointCB(path, every=2)), want)
+    new_life()
+    (tmp_path/'run.fit3.pt').unlink()
+    assert not differ(script(lambda: CheckpointCB(path, every=2), seed=3), want)
+
+
 class Kept(torch.Tensor): "A subclass that weights_only does not know"
 
 
@@ -232,6 +421,17 @@ def test_tensor_subclasses_are_written_as_tensors(tmp_path):
     path = save_training_state(tmp_path/'a.pt', net, torch.optim.SGD(net.parameters(), lr=.1), mine=[torch.ones(4).as_subclass(Kept)[1:]])
     doc = torch.load(path, weights_only=True)
     assert type(doc['model']['b']) is type(doc['extra']['mine'][0]) is torch.Tensor
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU here')
+def test_what_was_on_a_gpu_is_there_again(tmp_path):
+    "Else losses of before and after would be of two devices, and could not be stacked"
+    net, one = nn.Linear(2, 2).cuda(), torch.ones(3, device='cuda')
+    opt = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 2, device='cuda')).sum().backward(); opt.step()
+    path = save_training_state(tmp_path/'a.pt', net, opt, mine=[one, one + 1], one=one, here=torch.ones(2))
+    got = load_training_state(path, net, opt)
+    assert torch.stack([*got['mine'], got['one']]).is_cuda and torch.equal(got['mine'][1], one + 1) and not got['here'].is_cuda
 
 
 @pytest.mark.parametrize('bad', [lambda: 1, {1: [print]}, object(), Path('/'), (i for i in ())], ids=lambda b: type(b).__name__)
@@ -258,21 +458,48 @@ if rank: mine.rename(f'{mine}.next')                # killed between the renames
 dist.barrier()
 seen = At('after_pred', lambda l: steps.append(l.train_iter) if l.training else None)
 got = outcome(quiet_fit(classes(path, rank=rank, seed=3, wrap=DDP, cbs=[seen]), 5))
-left = mine.exists()
+ends = done(mine)
 try: quiet_fit(classes(path, rank=rank, wrap=DDP, cbs=[stop('before_backward', 20)]), 5)
 except KeyboardInterrupt: pass
-if rank: mine.unlink()
+if rank: Path(f'{folder}/run.rank{rank}.fit2.pt').unlink()
 dist.barrier()
 try: quiet_fit(classes(path, rank=rank, wrap=DDP), 5); said = ''
 except ValueError as e: said = str(e)
-torch.save((there, steps, left, differ(got, want), said), f'{folder}/{rank}.pt')
+torch.save((there, steps, ends, differ(got, want), said), f'{folder}/{rank}.pt')
 '''
 
 
 def test_two_ranks_go_on_from_one_step_or_not_at_all(ranks):
-    for there, steps, left, wrong, said in ranks(BETWEEN):
-        assert there and steps == list(range(20, 30)) and not left and not wrong
+    for there, steps, ends, wrong, said in ranks(BETWEEN):
+        assert there and steps == list(range(20, 30)) and ends and not wrong
         assert 'rank' in said and '20' in said
+
+
+SECOND = '''
+from test_checkpoint import *
+from torch.nn.parallel import DistributedDataParallel as DDP
+def script(path=None, seed=0, cbs=()):
+    learn = classes(path, rank=rank, seed=seed, wrap=DDP, cbs=cbs)
+    quiet_fit(learn, 1)
+    drawn = random.random(), whole(learn)["w"]
+    quiet_fit(learn, 1)
+    return drawn, outcome(learn)
+want, steps = script(), []
+at = At('before_backward', ctrl_c, when=lambda l: l.training and len(l.mixed_precision_cb.history) == 11)
+try: script(f'{folder}/run.pt', cbs=[at])
+except KeyboardInterrupt: pass
+first = Path(f'{folder}/run.rank{rank}.pt')
+if rank: first.rename(f'{first}.next')              # as if killed between the renames of the first fit's end
+dist.barrier()
+new_life()
+got = script(f'{folder}/run.pt', 3, [At('after_pred', lambda l: steps.append(l.train_iter) if l.training else None)])
+torch.save((steps, same(got[0][1], want[0][1]) and got[0][0] == want[0][0], differ(got[1], want[1])), f'{folder}/{rank}.pt')
+'''
+
+
+def test_two_ranks_pass_over_the_first_of_two_fits(ranks):
+    # the second fit's checkpoint is of its fifth step
+    for steps, between, wrong in ranks(SECOND): assert steps == [5] and between and not wrong
 
 
 # --- disks and folders ---
@@ -304,13 +531,105 @@ def test_a_full_disk_says_so_and_keeps_the_old_file(tmp_path):
     assert path.read_bytes() == bits and os.listdir(tmp_path) == ['a.pt']
 
 
-def test_a_killed_writers_temporary_file_is_swept(tmp_path):
+def die(): os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_a_child(f):
+    "Call it in a process of its own, which ends like a killed one; its exit status"
+    if pid := os.fork(): return os.waitpid(pid, 0)[1]
+    try: f()
+    finally: os._exit(1)
+
+
+def test_a_killed_writers_temporary_file_is_swept(tmp_path, monkeypatch):
     "Killed while it writes, a process leaves its temporary file; the next fit takes it away before it trains"
     path, seen = tmp_path/'run.pt', []
-    (tmp_path/'.run.pt.tmp').write_bytes(b'half a file')
+    with monkeypatch.context() as m:
+        m.setattr(os, 'replace', lambda *_: die())
+        in_a_child(lambda: save_training_state(path, *small()))
+    assert len(os.listdir(tmp_path)) == 1
     learn = classes(path, every=100, cbs=[At('after_pred', lambda l: seen.extend(os.listdir(tmp_path)), when=at_iter(1))])
     quiet_fit(learn, 1)
-    assert seen == [] and os.listdir(tmp_path) == []
+    assert seen == ['.run.pt.lock'] and {*os.listdir(tmp_path)} == {'.run.pt.lock', 'run.pt'}
+
+
+def test_a_file_that_somebody_writes_is_not_swept(tmp_path, monkeypatch):
+    "Another save of the same path, while the first is about to rename"
+    path, real, seen = tmp_path/'run.pt', os.replace, []
+    def late(*a):
+        monkeypatch.setattr(os, 'replace', real)
+        in_a_child(lambda: save_training_state(path, *small(1), which='second'))
+        seen.append(load_training_state(path, *small())['which'])
+        real(*a)
+    monkeypatch.setattr(os, 'replace', late)
+    save_training_state(path, *small(), which='first')
+    assert seen == ['second'] and load_training_state(path, *small()) == dict(which='first') and os.listdir(tmp_path) == ['run.pt']
+
+
+def test_nothing_planted_is_written_to(tmp_path, monkeypatch):
+    "Links at the names of the temporary file: that of the first edition, and whatever may be drawn"
+    path, other = tmp_path/'run.pt', tmp_path/'precious'
+    other.write_text('mine')
+    (tmp_path/'.run.pt.tmp').symlink_to(other)
+    (tmp_path/f'.run.pt.{bytes(8).hex()}.tmp').symlink_to(other)
+    with monkeypatch.context() as m:
+        m.setattr(os, 'urandom', bytes)
+        try: save_training_state(path, *small())
+        except OSError: pass
+    save_training_state(path, *small())
+    (tmp_path/'.run.pt.lock').symlink_to(other)
+    with pytest.raises(OSError, match='run.pt'): quiet_fit(classes(path), 1)
+    assert other.read_text() == 'mine'
+
+
+def test_a_link_leads_to_the_checkpoint_and_stays(tmp_path):
+    (tmp_path/'big').mkdir()
+    path, target = tmp_path/'run.pt', tmp_path/'big'/'run.pt'
+    path.symlink_to(target)
+    with pytest.raises(KeyboardInterrupt): quiet_fit(classes(path, cbs=[stop('after_batch', 7)]), 2)
+    assert path.is_symlink() and not target.is_symlink() and not done(target)
+    assert same(whole(quiet_fit(classes(path, seed=3), 2)), whole(quiet_fit(classes(), 2))) and path.is_symlink()
+
+
+def test_the_name_is_forced_to_the_disk_after_the_rename(tmp_path, monkeypatch):
+    path, seen, fsync, replace = tmp_path/'a.pt', [], os.fsync, os.replace
+    monkeypatch.setattr(os, 'fsync', lambda fd: (seen.append(os.path.isdir(f'/proc/self/fd/{fd}')), fsync(fd)))
+    monkeypatch.setattr(os, 'replace', lambda *a: (seen.append('rename'), replace(*a)))
+    save_training_state(path, *small())
+    assert seen == [False, 'rename', True]
+
+
+def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path):
+    "Both fit on one path; the second says why not, and after a kill the path is free"
+    path, told = tmp_path/'run.pt', tmp_path/'told'
+    def second():
+        try: quiet_fit(classes(path, seed=1), 1)
+        except OSError as e: told.write_text(str(e))
+    learn = classes(path, every=2, cbs=[At('after_batch', lambda l: in_a_child(second), 90, at_iter(4))])
+    assert same(whole(quiet_fit(learn, 2)), whole(quiet_fit(classes(), 2)))
+    assert 'another process' in told.read_text().lower() and str(path) in told.read_text()
+    path = tmp_path/'other.pt'
+    in_a_child(lambda: quiet_fit(classes(path, cbs=[At('after_batch', lambda l: die(), 90, at_iter(8))]), 2))
+    assert not done(path)
+    assert same(whole(quiet_fit(classes(path, seed=2), 2)), whole(quiet_fit(classes(), 2)))
+
+
+@pytest.mark.parametrize('make', [folder_of_none, in_a_file, a_folder])
+def test_a_missing_folder_is_not_a_full_disk(make, tmp_path):
+    path = make(tmp_path)
+    for write in (lambda: save_training_state(path, *small()), lambda: write_whole(path, {'extra': {}}), lambda: quiet_fit(classes(path), 1)):
+        with pytest.raises(OSError) as e: write()
+        assert str(path) in str(e.value) and ' MB' not in str(e.value) and 'folder' in str(e.value)
+
+
+@pytest.mark.parametrize('wrong', [0, 1, 2])
+@pytest.mark.parametrize('f', [save_training_state, load_training_state])
+def test_what_has_no_state_is_refused_by_name(f, wrong, tmp_path):
+    args = [*small(), StaticScaler()]
+    save_training_state(tmp_path/'a.pt', *args)
+    for bad in (7.5, None) if wrong < 2 else (7.5,):
+        args[wrong] = bad
+        with pytest.raises(TypeError, match=f'{bad}.*{["model", "optimizer", "scaler"][wrong]}'): f(tmp_path/'a.pt', *args)
 
 
 # --- states without a Learner ---

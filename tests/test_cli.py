@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pandas as pd, pytest
 
+from conftest import ROOT
 from mpcourse.cli import main
 from mpcourse.simulator import hard_batches, save_trace
 
@@ -131,3 +132,25 @@ def test_replay_flies_automatic_loss_scaling_too(capsys, tmp_path):
     code, out, _ = out_of(capsys, 'replay', '--policies', 'als,torch', '--start', '2^10', '--out', str(tmp_path/'r.png'))
     rows = {l.split()[0]: l.split()[1:] for l in out.splitlines() if l.startswith(('als', 'torch'))}
     assert code == 0 and rows['als'][:3] == ['10', '10', '22'] and rows['torch'][2] == '0'
+
+
+@pytest.mark.parametrize('out', ['x.exe', 'no/such/folder/x.png', '.'])
+def test_a_plot_that_cannot_be_written_is_refused_before_the_work(out, capsys, monkeypatch):
+    from mpcourse import simulator
+    monkeypatch.setattr(simulator, 'replay', lambda *a: pytest.fail('the work was done'))
+    code, said, err = out_of(capsys, 'replay', '--out', out)
+    assert code and not said and out in err and '--out' in err
+
+
+def test_check_runs_solutions_and_says_what_is_wrong(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    mine = tmp_path/'mine.py'
+    right = 'def to_master(g, scale):\n    m = g.float()/scale\n    return m, bool(m.isfinite().all())\n'
+    for code, exit_code, said in ((right, 0, 'to_master: right'), (right.replace('.float()', ''), 1, 'to_master: no: The gradient came back'),
+                                  ('def to_master(): pass', 1, 'to_master: no: TypeError')):
+        mine.write_text(code)
+        got, out, err = out_of(capsys, 'check', '11', str(mine))
+        assert got == exit_code and out.startswith(said) and not err
+    for argv, said in ((['99', str(mine)], 'no chapter 99'), (['11', 'nowhere.py'], 'nowhere.py'), (['12', str(mine)], 'none of')):
+        got, out, err = out_of(capsys, 'check', *argv)
+        assert got == 2 and not out and said in err

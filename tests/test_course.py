@@ -24,7 +24,7 @@ GOOD = ['# Good\n\n> All of it *works*.',
         'import os, sys\nprint(os.environ["OMP_NUM_THREADS"], os.environ["MPCOURSE_SEED"], os.environ["MPCOURSE_PAGES"], sys.executable == EXE)',
         '#| cuda\nneeds_a_gpu()',
         '#| eval: false\nonly_to_be_read()',
-        '#| exporti\ndef check_it(x): assert x == 1',
+        'def check_it(x): assert x == 1',
         'import ipywidgets as W\nfrom pathlib import (\n    Path)',
         'W.VBox([W.IntSlider(3, description="scale"), W.Dropdown(options=["fp16", "bf16"], value="bf16"), W.HTML("<b>bold</b>")])',
         'class Moving:\n    def _repr_mimebundle_(self, **kw):\n'
@@ -246,3 +246,20 @@ def test_readme_follows_the_index(small_course, tmp_path):
                  '![D](nbs/images/index_1.png)', '*C*', '```python\nplot()\n```'): assert part in text
     (nbs/'images/index_1.png').write_bytes(b'other')
     assert not R.readme_current(nbs), 'a changed picture goes unnoticed'
+
+
+def test_a_chapter_runs_again_when_its_text_or_the_code_it_calls_has_changed(small_course, tmp_path, monkeypatch):
+    import shutil
+    root, out = tmp_path/'root', tmp_path/'out'
+    (root/'studies').mkdir(parents=True)
+    shutil.copytree(ROOT/'mpcourse', root/'mpcourse', ignore=shutil.ignore_patterns('__pycache__'))
+    monkeypatch.setattr(C, 'ROOT', root)
+    nbs = small_course(**{'01_a': ['# A\n\n> a.', 'from mpcourse.step import named_gradients\n1'], '02_b': ['# B\n\n> b.', '1/0'], '03_c': ['# C\n\n> c.', '2']})
+    def ran(): return [o.chapter.stem for o in C.run_course(out=out, nbs=nbs, changed=True)]
+    assert ran() == ['01_a', '02_b', '03_c']
+    assert ran() == ['02_b']                                    # what failed runs again
+    (root/'mpcourse/half.py').write_text((root/'mpcourse/half.py').read_text() + '\n')     # step imports it
+    assert ran() == ['01_a', '02_b']
+    path = nbs/'03_c.ipynb'
+    path.write_text(path.read_text().replace('"2"', '"3"'))
+    assert ran() == ['02_b', '03_c']

@@ -153,10 +153,19 @@ def test_what_cannot_work_is_refused_with_its_value(kw):
     with pytest.raises(ValueError, match=str(next(iter(kw.values())))): DynamicScaler(**kw)
 
 
-def test_a_counter_beyond_the_interval_grows():
-    sc = DynamicScaler(2., growth_interval=3)
+def test_a_counter_beyond_the_interval_does_what_torchs_does():
+    sc, theirs = DynamicScaler(2., growth_interval=3), torch.amp.GradScaler('cpu', init_scale=2., growth_interval=3)
     sc.growth_tracker.fill_(5)
-    assert [s for s, _ in feed(sc, [0.]*4)] == [4, 4, 4, 8]
+    theirs.scale(torch.ones(()))
+    theirs._growth_tracker.fill_(5)
+    p, want, found = torch.nn.Parameter(torch.ones(1)), [], [0., 0., 0., 0., 1., 0., 0., 0., 0.]
+    opt = torch.optim.SGD([p], lr=0.)
+    for f in found:
+        p.grad = torch.tensor([torch.inf if f else 1.])
+        theirs.step(opt)
+        theirs.update()
+        want.append(theirs.get_scale())
+    assert [s for s, _ in feed(sc, found)] == want and 2. in want and len(set(want)) > 1
 
 
 def test_torchs_checkpoint_goes_on():

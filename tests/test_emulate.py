@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack as modes
 from torch.utils.checkpoint import checkpoint
 
-from mpcourse.emulate import OP_KINDS, chunked_matmul, emulate, exact, exact_loss, op_kind, op_table
+from mpcourse.emulate import OP_KINDS, chunked_matmul, emulate, exact, exact_loss, op_kind
 from mpcourse.tensorcore import fast_half
 from mpcourse.formats import fp16, get_format, same_bits
 from mpcourse.rounding import quantize
@@ -117,7 +117,7 @@ def test_dropout_draws_the_same():
     assert same_bits(*res)
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 def test_other_dtypes_pass_untouched(dtype):
     a, b = rand(16, 16, dtype=dtype), rand(16, 16, seed=1, dtype=dtype)
     with fast_half(): y, z = a @ b, F.conv1d(a[None], b[:, :, None])
@@ -188,6 +188,35 @@ def test_products_are_fp32_rounded_once(name):
     xs = [rand(*s, seed=i) for i, s in enumerate(shapes)]
     with fast_half(): got = f(*xs)
     assert same_bits(got, f(*[x.float() for x in xs]).half())
+
+
+@pytest.mark.parametrize('name', [n for n in LINEAR if n not in ('bilinear',)])
+def test_bf16_products_are_fp32_rounded_once(name):
+    f, shapes, _ = LINEAR[name]
+    xs = [rand(*s, seed=i, dtype=torch.bfloat16) for i, s in enumerate(shapes)]
+    seen = []
+    class Narrow(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((func, [a.dtype for a in args if isinstance(a, torch.Tensor)][:1]))
+            return func(*args, **(kwargs or {}))
+    with Narrow(): got = run(f, xs, lambda s: rand(*s, seed=99, dtype=torch.bfloat16), fast_half)
+    assert same_bits(got[0], f(*[x.float() for x in xs]).bfloat16()) and all(g.dtype is torch.bfloat16 for g in got)
+    assert not [func for func, dtypes in seen if dtypes == [torch.bfloat16] and func._overloadpacket.__name__.rstrip('_') in SUMS]
+
+
+def test_bf16_attention_and_writing():
+    q, bf = rand(2, 2, 5, 8), torch.bfloat16
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with fast_half(): out, lse = op(*[q.to(bf)]*3)
+    want, stat = op(*[q.to(bf).float()]*3)
+    assert same_bits(out, want.to(bf)) and same_bits(lse, stat)
+    a, o, e = rand(6, 6, dtype=bf), torch.zeros(6, 6, dtype=bf), torch.empty(0, dtype=bf)
+    with fast_half():
+        assert torch.mm(a, a, out=o) is o and torch.mm(a, a, out=e) is e
+        assert a.clone().addmm_(a, a).dtype is bf
+        with pytest.raises(RuntimeError): a @ a.half()
+    assert same_bits(o, (a.float() @ a.float()).to(bf)) and same_bits(o, e)
+    with fast_half('saturate'): assert (torch.full((2, 2), 1e6, dtype=bf) @ torch.ones(2, 2, dtype=bf)).max() > 1e6
 
 
 def test_the_bound_would_catch_a_half_accumulator():
@@ -797,17 +826,10 @@ def test_a_fused_lstm_is_refused_with_its_cure():
 
 
 # ---------------------------------------------------------------- emulate: kinds
-def test_every_op_has_a_kind_and_the_table_shows_them():
-    t = op_table()
-    assert list(t.index) == list(OP_KINDS) and (t['ops'] > 0).all() and list(t['treatment']) == list(OP_KINDS.values())
-    assert all(t['for example'])
-    there = set(torch._C._dispatch_get_all_op_names())
-    def kinds(n):
-        p = getattr(torch.ops.aten, n)
-        return {op_kind(f) for f in (getattr(p, o) for o in p.overloads()) if f.name() in there}
-    for kind, names in t['for example'].items(): assert all(kind in kinds(n) for n in names.split(', '))
-    listed = sum(t['for example'].str.split(', '), [])
-    assert len(listed) == len(set(listed))
+def test_every_op_has_a_kind():
+    names = [n[6:].partition('.') for n in torch._C._dispatch_get_all_op_names() if n.startswith('aten::')]
+    kinds = {op_kind(getattr(getattr(torch.ops.aten, n), o or 'default')) for n, _, o in names if 'dtype' not in o}
+    assert kinds == set(OP_KINDS)
 
 
 EXPECTED_KINDS = {
@@ -1116,3 +1138,10 @@ def test_convergence_counts_of_the_deep_sigmoid_net_agree():
     for ctx in (fast_half, torch.enable_grad):
         assert not learns(ctx, 1., 0, 200) and not learns(ctx, 2.**24, 0, 20)
         assert any(learns(ctx, 2.**10, seed, 300) for seed in (0, 1, 2))            # when a seed breaks out is chance
+
+
+def test_a_nested_tensor_is_refused_in_a_sentence():
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    with emulate('fp16'), pytest.raises(ValueError, match='pad it'): nested*2

@@ -1,37 +1,46 @@
-"""Every exercise's check rejects the empty stub and one plausible wrong answer.
+"""Every exercise's check rejects the empty stub and plausible wrong answers.
 
-To add an exercise, add its check's name to WRONG with the wrong answer as Python: an expression, or a `def`.
+To add an exercise, add its check's name to WRONG with the wrong answer as Python: an expression, or a `def`; several as a tuple.
 It may use torch, F, math, np and every name of the library. The right answers run in the notebooks."""
-import importlib, inspect, math, re, textwrap
+import inspect, math, re, textwrap
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import NBS
+from mpcourse.cli import checkers
 
 WRONG = {
-    # 01: counts only the normal octaves
-    'check_octaves': 'lambda exp_bits, man_bits: 2**exp_bits - 2',
-    # 01: gives the subnormals a hidden one
-    'check_decode_fp16': """
-        def decode_fp16(c):
-            sign, e, m = -1 if c >> 15 else 1, c >> 10 & 31, c & 1023
-            if e == 31: return math.nan if m else sign*math.inf
-            return sign*(1 + m/1024)*2.**(e - 15)""",
     # 01: one power too early
     'check_stuck_at': 'lambda man_bits: 2**man_bits',
-    # 01: forgets that the exponent needs room for both ends
-    'check_narrowest': """
-        def narrowest(lo, hi, rel):
-            man = math.ceil(-math.log2(rel))
-            return math.ceil(math.log2(math.log2(hi) - math.log2(lo) + 1)), man""",
+    # 01: cuts where it should round; gives the subnormals exponents of their own
+    'check_encode_half': ("""
+        def encode_half(x):
+            e = max(math.frexp(x)[1] - 1, -14) if x else -14
+            return 2**15*(math.copysign(1, x) < 0) + 1024*(e + 14) + int(math.ldexp(abs(x), 10 - e))""", """
+        def encode_half(x):
+            e = math.frexp(x)[1] - 1 if x else -14
+            return 2**15*(math.copysign(1, x) < 0) + 1024*(e + 14) + round(math.ldexp(abs(x), 10 - e))"""),
+    # 01: trains in FP64 and rounds once, at the end
+    'check_train_in_codes': """
+        def train_in_codes(fmt, w, x, y, lr, steps):
+            for _ in range(steps): w = w - lr*2/len(y)*x.T @ (x @ w - y)
+            return fmt.decode(fmt.encode(w))""",
     # 02: half an epsilon, which is the error relative to 1 and not to the value
     'check_worst': 'lambda man_bits: 2.**-(man_bits + 1)',
-    # 02: torch.round sends halves to the even neighbour
-    'check_half_away': 'lambda x, step: (x/step).round()*step',
     # 02: a number that FP16 holds, so there is only one rounding
     'check_twice': 'lambda: 1.0625',
+    # 02: rounds what is stored, so that small steps vanish; rounds once, at the end; lets the staircase stop the gradient
+    'check_fit_rounded': ("""
+        def fit_rounded(fmt, x, y, lr, steps):
+            w = torch.zeros_like(x[0])
+            for _ in range(steps): w = quantize(w - lr*2/len(y)*x.T @ (x @ w - y), fmt)
+            return w""", """
+        def fit_rounded(fmt, x, y, lr, steps):
+            w = torch.zeros_like(x[0])
+            for _ in range(steps): w = w - lr*2/len(y)*x.T @ (x @ w - y)
+            return quantize(w, fmt)""", 'lambda fmt, x, y, lr, steps: torch.zeros_like(x[0])'),
     # 02: adds the noise and cuts, also where that makes an infinity or loses a NaN
     'check_sr_bf16': 'lambda x, noise: ((x.view(torch.int32) + noise) & -65536).view(torch.float32)',
     # 03: log base 2
@@ -60,25 +69,60 @@ WRONG = {
     'check_safe_cross_entropy': 'lambda pred, y: -(pred.exp()/pred.exp().sum(1, keepdim=True)).log()[range(len(y)), y].mean()',
     # 04: forgets that what lies a little above the largest value still rounds down to it
     'check_best_scale': 'lambda grads, fmt: 2.**math.floor(math.log2(fmt.max/max(g.abs().max().item() for g in grads)))',
+    # 05: rounds the product, then the sum with the bias
+    'check_linear_once': 'lambda x, w, b: (x.float() @ w.float().T).half() + b',
+    # 05: sums in FP32 and clips once, at the end
+    'check_saturating_sum': 'lambda x: x.float().sum().clamp(-65504, 65504).half()',
+    # 05: counts one product per call, whatever the shapes
+    'check_multiply_adds': 'lambda f: (f(), 1)[1]',
+    # 05: the same order twice; other examples in the second training
+    'check_apart': ("""
+        def apart(lr): return 0.""", """
+        def apart(lr): return 1."""),
     # 06: chunks do not help
     'check_stall': 'lambda man_bits, chunk: 2**(man_bits + 1)',
-    # 06: sums in FP32 and clips once, at the end
-    'check_saturating_sum': 'lambda x: x.float().sum().clamp(-65504, 65504).half()',
-    # 06: counts one product per call, whatever the shapes
-    'check_multiply_adds': 'lambda f: (f(), 1)[1]',
+    # 06: takes the smallest number for the edge, though half of it is rounded up to it
+    'check_largest_batch': 'lambda fmt: 2**math.floor(math.log2(.1/get_format(fmt).smallest_subnormal))',
+    # 06: one format for both directions; the factor left in the gradients
+    'check_two_formats': ("""
+        def two_formats(S):
+            def step(model, xb, yb, opt, loss_func):
+                opt.zero_grad()
+                with emulate('e4m3'):
+                    loss = exact_loss(lambda z: S*loss_func(z, yb), model(xb))
+                    loss.backward()
+                for p in model.parameters(): p.grad /= S
+                opt.step()
+                return loss.detach()/S
+            return step""", """
+        def two_formats(S):
+            def step(model, xb, yb, opt, loss_func):
+                opt.zero_grad()
+                with emulate('e4m3'): loss = exact_loss(lambda z: S*loss_func(z, yb), model(xb))
+                with emulate('e5m2'): loss.backward()
+                opt.step()
+                return loss.detach()
+            return step"""),
     # 06: sums in FP32 and rounds once
     'check_unstalled': 'lambda n, k, seed: torch.full((n,), float(k))',
     # 07: flushes what is below the smallest number, though more than half of it is rounded up to it
     'check_fate': 'lambda g, S: "flushed" if g*S < 2.**-24 else "overflow" if g*S > 65504 else "kept"',
-    # 07: does not look
-    'check_one_step': """
+    # 07: does not look; divides in half
+    'check_one_step': ("""
         def one_step(master, model, opt, x, y, S):
             loss = F.cross_entropy(model(x.half()).float(), y)
             (loss*S).backward()
             for m, p in zip(master.parameters(), model.parameters()): m.grad, p.grad = p.grad.float()/S, None
             opt.step()
             for m, p in zip(master.parameters(), model.parameters()): p.data.copy_(m)
-            return loss.item()""",
+            return loss.item()""", """
+        def one_step(master, model, opt, x, y, S):
+            loss = F.cross_entropy(model(x.half()).float(), y)
+            (loss*S).backward()
+            for m, p in zip(master.parameters(), model.parameters()): m.grad, p.grad = (p.grad/S).float(), None
+            if all(m.grad.isfinite().all() for m in master.parameters()): opt.step()
+            for m, p in zip(master.parameters(), model.parameters()): p.data.copy_(m)
+            return loss.item()"""),
     # 07: lets backward add the halves, in FP16
     'check_two_halves': """
         def two_halves(master, model, x, y, S):
@@ -243,12 +287,19 @@ WRONG = {
             opt.zero_grad()
             for loss in losses: scaler.scale(loss()/len(losses)).backward(); scaler.step(opt); scaler.update()""",
     # 17: forgets found_inf, and NaN is not >= 2^13
-    'check_edge_policy': """
+    'check_edge_policy': ("""
         def edge_policy():
             class Edge(LossScaler):
                 wants = 'found_inf', ('above', 2.**13)
                 def next_scale(self, stats): return torch.where(stats['above', 2.**13] > 0, self.scale/2, self.scale*2)
-            return Edge(2.**16)""",
+            return Edge(2.**16)""", """
+        def edge_policy():
+            class Edge(LossScaler):
+                wants = 'found_inf', ('above', 2.**13)
+                def next_scale(self, stats):
+                    bad = (stats['found_inf'] + stats['above', 2.**13]).item() > 0
+                    return self.scale/2 if bad else self.scale*2
+            return Edge(2.**16)"""),
     # 16: forgets that up to half a spacing above 65504 rounds down to it
     'check_survives': 'lambda largest, scale: largest*scale <= 65504',
     # 16: the window that doubles is forgotten
@@ -340,11 +391,15 @@ WRONG = {
     # 23: rounds to nearest
     'check_ema': 'lambda avg, w, decay, generator: avg.copy_(avg.float().lerp(w.float(), 1 - decay))',
     # 23: keeps what was cut off, and never adds it
-    'check_kahan': """
+    'check_kahan': ("""
         def kahan_(w, c, u):
             old = w.clone()
             w += u
-            c += u - (w - old)""",
+            c += u - (w - old)""", """
+        def kahan_(w, c, u):
+            exact = w.float() + c.float() + u.float()
+            w.copy_(exact)
+            c.copy_(exact - w.float())"""),
     # 25: the gradient of a sum is one for every entry
     'check_common': "lambda told: {n: sum(t[n] for t in told) for n in told[0]}",
     'check_window_of_ranks': 'lambda world, divide_first: (-24, 15)',
@@ -378,8 +433,8 @@ WRONG = {
             class UnitSoftplus(UnitLayer, torch.nn.Softplus):
                 def forward(self, x): return unit_elementwise(F.softplus, x, ideal, 'none')
             return UnitSoftplus""",
-    # 27: the exponent nearest to amax, which lets elements saturate
-    'check_shared_exponent': 'lambda amax: round(math.log2(amax)) - 8',
+    # 27: the exponent nearest to amax, which lets elements saturate; the standard's floor, which cuts
+    'check_shared_exponent': ('lambda amax: round(math.log2(amax)) - 8', 'lambda amax: math.floor(math.log2(amax)) - 8'),
     # 27: the operands of the backward products are all gradients to it
     'check_fp8_gradients': """
         def fp8_gradients(x, w, g):
@@ -390,18 +445,7 @@ WRONG = {
 }
 
 
-def checks():
-    "Every check of the library: name → function"
-    modules = [m[1] for p in NBS if int(re.sub(r'\D.*', '', p.name) or 99) < 88
-               for m in [re.search(r'#\| *default_exp +(\w+)', p.read_text(encoding='utf-8'))] if m]
-    found = {}
-    for m in modules:
-        mod = importlib.import_module(f'mpcourse.{m}')
-        found |= {n: getattr(mod, n) for n in vars(mod) if n.startswith('check_')}
-    return found
-
-
-CHECKS = checks()
+CHECKS = {f'check_{n}': f for p in NBS if int(re.sub(r'\D.*', '', p.name) or 99) < 88 for n, f in checkers(p).items()}
 
 
 def answer(source):
@@ -425,10 +469,10 @@ def test_rejects_the_stub(name):
     assert len(str(e.value).split()) > 3, f'not a sentence: {e.value}'
 
 
-@pytest.mark.parametrize('name', WRONG)
-def test_rejects_a_wrong_answer(name):
+@pytest.mark.parametrize('name, source', [(n, a) for n, w in WRONG.items() for a in ([w] if isinstance(w, str) else w)])
+def test_rejects_a_wrong_answer(name, source):
     if name not in CHECKS: pytest.fail(f'there is no {name}')
-    with pytest.raises(AssertionError) as e: CHECKS[name](answer(WRONG[name]))
+    with pytest.raises(AssertionError) as e: CHECKS[name](answer(source))
     assert len(str(e.value).split()) > 3, f'not a sentence: {e.value}'
 
 
@@ -437,3 +481,19 @@ def test_is_documented_and_used(name):
     assert inspect.getdoc(CHECKS[name])
     texts = [p.read_text(encoding='utf-8') for p in NBS]
     assert any(len(re.findall(rf'\b{name}\(', t)) >= 2 for t in texts), f'no solution is given to {name}'
+
+
+def test_a_climber_that_asks_the_host_is_rejected():
+    "10: remembers in a buffer, but an `if` on a tensor makes the host wait"
+    wrong = answer("""
+        def Climber(init_scale):
+            from mpcourse.scaler import LossScaler
+            class Climber(LossScaler):
+                def __init__(self, init_scale):
+                    super().__init__(init_scale)
+                    self.register_buffer('climbs', torch.tensor(True))
+                def next_scale(self, stats):
+                    if stats['found_inf'] > 0: self.climbs = torch.tensor(False)
+                    return self.scale/2 if stats['found_inf'] > 0 else self.scale*2 if self.climbs else self.scale
+            return Climber(init_scale)""")
+    with pytest.raises(AssertionError, match='torch.where'): CHECKS['check_climber'](wrong)

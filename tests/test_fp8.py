@@ -136,27 +136,50 @@ def test_amax_scale_keeps_what_was_before():
     assert CurrentScaling()(torch.zeros(3), 'e4m3') == 1 and CurrentScaling()(torch.zeros(0), 'e4m3') == 1
 
 
-def mx_by_hand(row, fmt, block):
+def mx_by_hand(row, fmt, block, scale_rounding):
     "MX of a list of floats, block by block, in Python"
     fmt, out = get_format(fmt), []
     for i in range(0, len(row), block):
         part = row[i:i+block]
         top = max(map(abs, part))
-        e = max(-127, math.frexp(top)[1] - 1 - fmt.emax) if top else -127
+        e = math.frexp(top)[1] - 1 - fmt.emax
+        e = max(-127, e + (scale_rounding == 'up' and top > fmt.max*2.**e)) if top else -127
         out += [quantize(v*2.**-e, fmt)*2.**e for v in part]
     return out
 
 
 @pytest.mark.parametrize('fmt', ['e4m3', 'e5m2', 'e2m1', 'e3m2'])
 @pytest.mark.parametrize('n,block', [(64, 32), (33, 32), (7, 32), (48, 16)])
-def test_mx_is_the_specifications(fmt, n, block):
+@pytest.mark.parametrize('scale_rounding', ['up', 'floor'])
+def test_mx_is_the_specifications(fmt, n, block, scale_rounding):
     x = r(3, n)*torch.logspace(-6, 6, n, base=2)
     x[1, :5] = 0
-    want = torch.tensor([mx_by_hand(row, fmt, block) for row in x.double().tolist()])
-    assert torch.equal(mx_round(x, fmt, block=block), want.float())
-    assert torch.equal(mx_round(x.T.contiguous(), fmt, dim=0, block=block), want.float().T)
-    q, s = mx_quantize(x, fmt, block=block)
+    want = torch.tensor([mx_by_hand(row, fmt, block, scale_rounding) for row in x.double().tolist()])
+    how = dict(block=block, scale_rounding=scale_rounding)
+    assert torch.equal(mx_round(x, fmt, **how), want.float())
+    assert torch.equal(mx_round(x.T.contiguous(), fmt, dim=0, **how), want.float().T)
+    q, s = mx_quantize(x, fmt, **how)
     assert s.shape == (3, -(-n//block)) and (torch.frexp(s).mantissa == .5).all() and torch.equal(quantize(q, fmt), q)
+
+
+@pytest.mark.parametrize('amax, up, floor', [(448., 0, 0), (449., 1, 0), (511., 1, 0), (512., 1, 1), (225., 0, -1), (224., -1, -1), (150., -1, -1), (1., -8, -8)])
+def test_a_scale_rounded_up_cuts_nothing(amax, up, floor):
+    x = torch.tensor([amax, -amax])
+    for how, e in dict(up=up, floor=floor).items():
+        q, s = mx_quantize(x, scale_rounding=how)
+        assert s.log2() == e and q.abs().max() <= 448
+        assert amax/s <= 448 or how == 'floor'
+    assert mx_quantize(x)[1] == mx_quantize(x, scale_rounding='up')[1] == 2.**up
+
+
+def test_the_largest_number_of_a_block_is_cut_by_floor_alone():
+    x = r(2000, 32)
+    cut = {how: (x.abs()/mx_quantize(x, scale_rounding=how)[1] > 448).any(-1).float().mean() for how in ('up', 'floor')}
+    assert cut['up'] == 0 and .1 < cut['floor'] < .25
+    w = r(32, 8)
+    for how in ('up', 'floor'):
+        y = fp8_matmul(x, w, FP8Recipe('mx', scale_rounding=how))
+        assert torch.equal(y, mx_round(x, scale_rounding=how) @ mx_round(w, dim=0, scale_rounding=how))
 
 
 def test_mx_blocks_are_apart():
@@ -278,7 +301,8 @@ def test_overflow_is_what_was_asked_for():
                                      (dict(scaling='tensor'), "no FP8 scaling 'tensor'"), (dict(forward='fp16'), 'fp16 is no format'), (dict(backward='e8m0'), 'e8m0 is no format'),
                                      (dict(forward='e9'), 'no format'), (dict(rounding='up'), "no rounding 'up'"), (dict(overflow='clip'), "no overflow 'clip'"),
                                      (dict(scaling='delayed', algo='mean'), "no amax rule 'mean'"), (dict(scaling='delayed', history=0), 'history=0 cannot'), (dict(margin=.5), 'margin=0.5 cannot'), (dict(margin=200), 'margin=200'), (dict(algo='mean'), 'no amax rule'),
-                                     (dict(scaling='mx', overflow='nan'), 'MX formats saturate'), (dict(scaling='mx', block=0), 'block=0 cannot')])
+                                     (dict(scaling='mx', overflow='nan'), 'MX formats saturate'), (dict(scaling='mx', block=0), 'block=0 cannot'),
+                                     (dict(scaling='mx', scale_rounding='down'), "'down': take 'up' or 'floor'")])
 def test_a_recipe_that_cannot_be_is_refused(kw, says):
     with pytest.raises(ValueError, match=says): FP8Recipe(**kw)
 
@@ -938,3 +962,10 @@ def test_ranks_are_matched_by_name_and_a_missing_product_is_named(ranks):
     (a, said), (b, other) = ranks(ODD_RANKS)
     assert a == b == {'layers.a': 224, 'layers.b': pytest.approx(22.4)}
     assert 'not run the same products' in said and "('layers.a', 0)" in said and "('layers.b', 0)" in other
+
+
+def test_a_scale_is_rounded_once():
+    "As torchao divides; a number over a tensor is a product with a rounded inverse"
+    amax = torch.rand(4096, generator=torch.Generator().manual_seed(0))*100
+    got = torch.stack([amax_scale(a, 'e4m3', torch.ones(())) for a in amax])
+    assert torch.equal(got, (448/amax.double()).float()) and (got != 448/amax).any()

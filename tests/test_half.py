@@ -672,3 +672,22 @@ def test_refuses_what_has_no_shape():
 def test_refuses_what_is_no_model(what):
     for f in (cast_policy, model_to_half, model_to_float):
         with pytest.raises(TypeError, match='nn.Module'): f(what)
+
+
+class _Scripted(nn.Module):
+    def __init__(self): super().__init__(); self.lin = nn.Linear(4, 4)
+    def forward(self, x): return self.lin(x)
+
+
+@pytest.mark.filterwarnings('ignore:.*torch.jit')
+@pytest.mark.parametrize('what', ['model_to_half', 'HalfWeights', 'simulate_fp8'])
+def test_torchscript_is_refused_before_anything_is_changed(what):
+    from mpcourse import fp8, half, master
+    convert = next(getattr(m, what) for m in (half, master, fp8) if hasattr(m, what))
+    net = torch.jit.script(_Scripted())
+    with pytest.raises(ValueError, match='TorchScript'): convert(net)
+    assert net.lin.weight.dtype == torch.float32 and net(torch.ones(1, 4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize('name, norm', [('MyLayerNorm', True), ('Norm2d', True), ('RMSNorm_3d', True), ('Normalizer', False), ('Enormous', False)])
+def test_norms_are_known_by_their_name(name, norm): assert is_norm(type(name, (nn.Module,), {})()) == norm

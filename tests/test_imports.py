@@ -1,7 +1,8 @@
 "What an import costs and needs: each in a process of its own"
-import subprocess, sys
+import importlib.metadata, os, re, shutil, subprocess, sys, zipfile
 
 import pytest
+from conftest import ROOT
 
 pytestmark = pytest.mark.library
 
@@ -18,3 +19,73 @@ def test_the_drop_in_scaler_needs_no_pandas():
 def test_unit_scaling_loads_no_compiler(module):
     r = python(f"import sys, mpcourse.{module}; print('torch._dynamo' in sys.modules)")
     assert r.stdout == 'False\n', r.stderr
+
+
+ALONE = '''
+import sys, torch, torch.nn.functional as F
+from torch import nn
+from mpcourse.als import ALSScaler
+from mpcourse.dynamic import DynamicScaler
+from mpcourse.fp8 import simulate_fp8
+from mpcourse.gradscaler import GradScaler
+from mpcourse.layerwise import LayerwiseScaler
+from mpcourse.policies import get_policy
+from mpcourse.scaler import StaticScaler
+from mpcourse.step import MixedStep
+from mpcourse.unit_models import unit_scale
+import mpcourse.accumulate, mpcourse.distributed
+torch.manual_seed(0)
+x, y = torch.randn(64, 8), torch.randint(3, (64,))
+def net(): return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+def falls(step, model):
+    opt = torch.optim.Adam(model.parameters(), lr=.01)
+    losses = [float(step(model, x, y, opt, F.cross_entropy)['loss']) for _ in range(40)]
+    assert losses[-1] < losses[0] - .1, (step, losses[0], losses[-1])
+for name in ('dynamic', 'torch', 'megatron', 'fastai', 'metaseq', 'logmax', 'backoff'): falls(MixedStep(get_policy(name)), net())
+for scaler in (StaticScaler(2.**8), DynamicScaler(2.**10), ALSScaler(2.**4)): falls(MixedStep(scaler), net())
+layered = net(); falls(MixedStep(LayerwiseScaler(layered)), layered)
+model, gs = net(), GradScaler(init_scale=2.**8); opt = torch.optim.SGD(model.parameters(), lr=.1)
+first = None
+for _ in range(40):
+    with torch.autocast('cpu', torch.float16): loss = F.cross_entropy(model(x).float(), y)
+    first = first or loss.item()
+    opt.zero_grad(); gs.scale(loss).backward(); gs.step(opt); gs.update()
+assert loss < first - .05
+assert simulate_fp8(net())(x).isfinite().all() and unit_scale(net())(x).isfinite().all()
+assert not {'fastai', 'pandas', 'matplotlib', 'ipywidgets', 'scipy'} & set(sys.modules)
+print('trained')
+'''
+
+
+def needed(name, found):
+    "A distribution and all that it requires, without extras"
+    from packaging.requirements import Requirement
+    if name in found: return found
+    try: found[name] = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError: return found
+    for r in map(Requirement, found[name].requires or ()):
+        if r.marker is None or r.marker.evaluate(dict(extra='')): needed(r.name.lower(), found)
+    return found
+
+
+def test_a_wheel_trains_beside_torch_fastcore_and_numpy_alone(tmp_path):
+    pytest.importorskip('setuptools')
+    source = tmp_path/'source'
+    source.mkdir()
+    for name in ('setup.py', 'settings.ini', 'pyproject.toml', 'MANIFEST.in', 'README.md', 'LICENSE', 'CONTRIBUTING.md', 'CHANGELOG.md'): shutil.copy(ROOT/name, source)
+    shutil.copytree(ROOT/'mpcourse', source/'mpcourse')
+    built = subprocess.run([sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '--no-build-isolation', '--no-index', '-w', tmp_path, source], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    site = tmp_path/'site'
+    with zipfile.ZipFile(next(tmp_path.glob('*.whl'))) as z: z.extractall(site)
+    assert (site/'mpcourse/py.typed').exists()
+    about = next(site.glob('*.dist-info/METADATA')).read_text(encoding='utf-8')
+    links = re.findall(r'\]\(([^)\s]+)', about.partition('\n\n')[2])
+    assert len(links) > 50 and all(l.startswith(('https://', '#')) for l in links), [l for l in links if l[:4] != 'http']
+    found = {}
+    for name in ('torch', 'fastcore', 'numpy'): needed(name, found)
+    for dist in found.values():
+        for top in {f.parts[0] for f in dist.files} - {'..', '__pycache__'}:
+            if not (site/top).exists(): (site/top).symlink_to(dist.locate_file(top))
+    r = subprocess.run([sys.executable, '-S', '-c', ALONE], env=dict(os.environ, PYTHONPATH=str(site), OMP_NUM_THREADS='1'), cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert r.returncode == 0 and r.stdout == 'trained\n', r.stderr

@@ -451,3 +451,33 @@ def test_reentrant_checkpoints_hide_layers_and_are_refused():
     assert scaler.inv_scale('b.weight') == 1
     with pytest.raises(ValueError, match='use_reentrant=False'): scaler.inv_scale('a.weight')
     watch.remove()
+
+
+def test_watching_a_layer_with_spectral_norm_changes_nothing():
+    "To read its weight is to take a step of the power iteration"
+    def run(scaler):
+        torch.manual_seed(0)
+        norm = nn.utils.parametrizations.spectral_norm
+        model = nn.Sequential(norm(nn.Linear(4, 8)), nn.Tanh(), norm(nn.Linear(8, 3)))
+        opt, x, y = torch.optim.SGD(model.parameters(), lr=.1), torch.randn(16, 4), torch.randint(0, 3, (16,))
+        step = MixedStep(scaler or LayerwiseScaler(['0', '2'], cap=1.))
+        for _ in range(5): step(model, x, y, opt, nn.functional.cross_entropy)
+        return [*model.parameters(), *model.buffers()]
+    assert all(map(torch.equal, run(None), run(StaticScaler(1.))))
+
+
+def test_a_collector_takes_each_layers_own_scale_out():
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(16, 4), torch.randint(0, 3, (16,))
+    from mpcourse.monitor import TensorCollector
+    norms = []
+    for scaler in (LayerwiseScaler(model, 2.**4), StaticScaler(1.)):
+        net = copy.deepcopy(model)
+        step, opt = MixedStep(scaler), torch.optim.SGD(net.parameters(), lr=0.)
+        collector = TensorCollector(net, every=1, kinds='weight_grad', stats=['norm'], scaler=scaler)
+        for _ in range(3):
+            step(net, x, y, opt, nn.functional.cross_entropy)
+            collector.step()
+        norms.append(torch.tensor(collector.frame()['norm'].to_numpy()[-4:]))
+        collector.close()
+    assert (scaler := norms[0]).isfinite().all() and torch.allclose(scaler, norms[1], rtol=.02)

@@ -747,3 +747,38 @@ def test_two_processes_have_the_same_fp32_gradients(ranks):
     for step in (0, 1):
         for ga,gb,da,db in zip(a[step], b[step], a[2 + step], b[2 + step]):
             assert da.dtype is F32 and same_bits(da, db) and torch.allclose(da, (ga + gb)/2, rtol=1e-6, atol=1e-9)
+
+
+class Codebook(nn.Module):
+    "A codebook that is a running average, kept as a parameter"
+    def __init__(self):
+        super().__init__()
+        self.one, self.codes = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+    def forward(self, x):
+        with torch.no_grad(): self.codes.mul_(.9).add_(x.detach().mean(0), alpha=.1)
+        return self.one(x)@self.codes
+
+
+class Clamped(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad(): self.weight.clamp_(-.01, .01)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize('model, x, name', [(nn.Embedding(8, 4, max_norm=.5), torch.arange(8), 'weight'), (Codebook(), torch.randn(3, 4), 'codes'),
+                                            (nn.Sequential(nn.Linear(4, 4), Clamped(4, 4)), torch.randn(3, 4), '1.weight')], ids=['max_norm', 'codebook', 'clamp'])
+def test_a_weight_that_the_forward_pass_moves_is_refused_by_name_and_autocast_keeps_it(model, x, name):
+    from mpcourse.scaler import StaticScaler
+    from mpcourse.step import MixedStep
+    def loss(pred, y): return pred.square().mean()
+    opt, was = torch.optim.SGD(model.parameters(), lr=0.), [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=f"{name} is changed.*cast='autocast'"): MixedStep(StaticScaler(2.))(model, x, None, opt, loss)
+    assert all(map(torch.equal, model.parameters(), was)) and not any('weight' in vars(m) for m in model.modules())
+    MixedStep(StaticScaler(2.), cast='autocast')(model, x, None, opt, loss)
+    assert not all(map(torch.equal, model.parameters(), was))
+
+
+@pytest.mark.skipif(torch.__version__.startswith('2.6'), reason='torch 2.6 traces no generator as a context')
+def test_a_model_compiles_into_one_graph_with_half_weights():
+    m = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    with HalfWeights(m): assert torch.compile(m, fullgraph=True, backend='eager')(torch.randn(2, 4)).dtype == torch.float16

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from mpcourse import rounding as R
 from mpcourse.formats import FORMATS, FloatFormat, get_format, same_bits
-from mpcourse.rounding import OVERFLOWS, quantize, quantize_grad, quantize_ste
+from mpcourse.rounding import OVERFLOWS, quantize
 
 pytestmark = pytest.mark.library
 
@@ -56,9 +56,7 @@ def test_every_value_midpoint_and_neighbour(name, overflow):
     x = points(fmt)
     got = quantize(x, fmt, overflow=overflow)
     assert same_bits(got, reference(x, fmt, overflow))
-    slow = R._small(R._beyond(R._round_to_grid(x, fmt, 'nearest'), fmt, 'nearest', overflow), fmt, True)
-    assert same_bits(got, slow)
-    if name in NATIVE: assert same_bits(got, R._native(x, fmt, overflow))
+    assert same_bits(got, quantize(x.double(), fmt, overflow=overflow).float())    # FP64 is never left to torch's own cast
 
 
 @pytest.mark.parametrize('name', [n for n in THEIRS if n != 'e8m0'])
@@ -123,7 +121,8 @@ def test_every_float_dtype_is_rounded_as_its_value(name, dtype):
     fmt = get_format(name); x = torch.cat([points(fmt)[::7], torch.randn(1000)]).clamp(-1e4, 1e4).to(dtype)
     got, want = quantize(x, fmt), fmt.decode(fmt.encode(x.double().clamp(-fmt.max, fmt.max)))
     assert same_bits(got.double(), want) and got.shape == x.shape
-    assert got.dtype == (dtype if R._holds(dtype, fmt) else torch.float32)
+    v = fmt.decode(torch.arange(2**fmt.bits))                 # infinities and NaNs, too
+    assert got.dtype == (dtype if same_bits(v.to(dtype).double(), v) else torch.float32)
 
 
 @pytest.mark.parametrize('dtype,fmt,out', [
@@ -220,16 +219,8 @@ def test_shapes_strides_and_input_untouched():
         assert same_bits(got, quantize(x.t()[::2].contiguous(), f)) and same_bits(x, keep)
 
 
-def test_gradients():
-    x = torch.tensor([.1, 500., -1.3], requires_grad=True)
-    assert not quantize(x, 'e4m3').requires_grad
-    y = quantize_ste(x, 'e4m3'); w = torch.tensor([1., 2., 3.])
-    assert same_bits(y.detach(), quantize(x, 'e4m3')); (y*w).sum().backward(); assert same_bits(x.grad, w)
-    x.grad = None; y = quantize_grad(x, 'e5m2', rounding='toward_zero'); assert same_bits(y.detach(), x.detach())
-    (y*torch.tensor([1.1, 1e9, -7.9])).sum().backward()
-    assert x.grad.tolist() == [1., 57344., -7.]
-    xd = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: quantize_grad(t, 'fp32').sum(), (xd,), eps=1e-3, atol=1e-3)
+def test_gives_no_gradient():
+    assert not quantize(torch.tensor([.1, 500.], requires_grad=True), 'e4m3').requires_grad
 
 
 @pytest.mark.cuda

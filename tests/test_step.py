@@ -137,7 +137,7 @@ def test_sparse_gradients_are_refused_by_name_and_nothing_is_touched():
 
 def test_no_gradient_at_all_is_refused():
     for named in ([], [('w', None, None)]):
-        with pytest.raises(ValueError): unscale_(named, StaticScaler())
+        with pytest.raises(ValueError, match='No parameter has a gradient'): GradStats(StaticScaler()).unscale_(named)
     assert unscale_([('a', None, None), *one(torch.ones(2))], StaticScaler(2.)) == 0
 
 
@@ -609,3 +609,15 @@ torch.save(out, f'{folder}/{rank}.pt')
         assert a[0] == b[0] and a[0]['numel'] == 44 and a[1] == b[1] == a[2] == b[2]
     assert [r[1] for r in seen[0]] == [True, False, True]*2 and seen[0][1][3] == ('0.weight',) and seen[1][1][3] == ()
     assert seen[0][1][0]['found_inf'] == 1 and seen[0][1][0]['amax'] == torch.inf
+
+
+def test_clipping_counts_only_the_gradients_of_the_optimizer():
+    "The others still carry the scale: their norm would shrink every step"
+    torch.manual_seed(0)
+    model, twin = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
+    for p in twin[0].parameters(): p.requires_grad_(False)
+    for m in (model, twin):
+        MixedStep(StaticScaler(2.**12), clip=.05)(m, x, y, torch.optim.SGD(m[2].parameters(), lr=1.), nn.functional.cross_entropy)
+    assert torch.equal(model[2].weight, twin[2].weight)

@@ -6,6 +6,8 @@ import pandas as pd, pytest, torch
 from conftest import ROOT
 
 from mpcourse import toys
+from mpcourse.scaler import StaticScaler
+from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fast_half
 from mpcourse.toys import Study, study
 from mpcourse.unit import unit_cross_entropy
@@ -228,6 +230,19 @@ def test_first_warning():
     assert clip.first_warning(pd.DataFrame(rows([0., 0., 0., .5, .5, .5]))) == 3 and clip.first_warning(pd.DataFrame(rows([.004]*9))) != clip.first_warning(pd.DataFrame(rows([.9]*9)))
     late = rows([0.]*40 + [.04, .05, .06, .07, .09, .1, .1, .1])
     assert clip.first_warning(pd.DataFrame(late)) == 46 and clip.first_warning(pd.DataFrame(late), window=10**6) != 46       # a long calm hides it
+
+
+@pytest.mark.parametrize('storm, bad, finite', [('none', [], 60), ('loss', range(30, 40), 50), ('loss / 1', range(30, 40), 50), ('NaN', range(30, 40), 60),
+                                                ('NaN x 24', range(30, 54), 60), ('large', range(30, 40), 60), ('grown', range(30, 60), 60)])
+def test_a_storm_is_bad_where_it_says(storm, bad, finite):
+    "Steps that a constant scale skips, and losses that are finite: in FP16, and all of them in FP32"
+    storms = study('storm_study').module
+    toy = storms.toy_of(storms.STORMS[storm][0])
+    def history(step): return toys.train_toy(toy, storms.in_storm(step, storm, 0), steps=60).history
+    h = history(MixedStep(StaticScaler(2.**8 if storm == 'loss / 1' else 2.**16), clip=1.))
+    assert [i for i, s in enumerate(h['skipped']) if s] == [*bad] and sum(map(math.isfinite, h['loss'])) == finite
+    wide = history(storms.fp32_step(1.))
+    assert all(map(math.isfinite, wide['loss'])) and sum(wide['skipped']) == (len(bad) if 'NaN' in storm else 0)
 
 
 # --- helpers of the character models ---

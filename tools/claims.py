@@ -11,7 +11,6 @@ The table is studies/claims.json. Its red cells may only become fewer: the exit 
 when a cell is red that it does not know (--accept stores it all the same).
 """
 import argparse, ast, asyncio, hashlib, json, os, re, subprocess, sys, tempfile, time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +20,8 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from nbclient import NotebookClient
 from tqdm import tqdm
+
+from tools.course import run_async
 
 ROOT = Path(__file__).resolve().parent.parent
 STORE = ROOT/'studies'/'claims.json'
@@ -368,11 +369,6 @@ def run_missing(args, pairs, rows):
             bar.set_postfix_str(f'{row["chapter"]}, {row["variation"]}: {len(row["failed"])} red', refresh=False)
             bar.update()
         run_async(run_all(todo, args.workers, done))
-
-
-def run_async(coro):
-    "Run a coroutine in a thread of its own: the caller may have an event loop already, as browser tests have"
-    with ThreadPoolExecutor(1) as pool: return pool.submit(asyncio.run, coro).result()
 
 
 def main(argv=None) -> int: # 1 if a cell is red that the stored table does not know

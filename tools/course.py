@@ -3,7 +3,8 @@
     python -m tools.course                all chapters, to _course/
     python -m tools.course 02 rounding    some of them
 """
-import argparse, asyncio, hashlib, json, os, re, sys, tempfile, time
+import argparse, asyncio, hashlib, importlib.metadata, json, os, re, sys, tempfile, time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tools.pages import directives, index_html, page_html
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = [f'{v}_NUM_THREADS' for v in ('OMP', 'MKL', 'OPENBLAS', 'NUMEXPR')]
 PARTS = {0: '', 1: 'Part I · Numbers and failures', 7: 'Part II · Training in FP16', 14: 'Part III · Choosing the scale',
-         25: 'Part IV · Scaling the operations', 90: 'Appendix'}
+         25: 'Part IV · Scaling the operations', 89: 'Appendix'}
 
 
 # --- chapters ---
@@ -86,6 +87,23 @@ def source_hash(
     return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 
+def code_hash(
+    nb: dict, # a notebook
+) -> str: # twelve hexadecimal digits
+    "A fingerprint of what its cells call: modules of the library and those that they import, studies, Python and torch"
+    said = '\n'.join(c.source for c in nb.cells if c.cell_type == 'code')
+    todo, files = set(re.findall(r'\bmpcourse\.(\w+)', said)), {}
+    while todo:
+        path = ROOT/f'mpcourse/{(name := todo.pop())}.py'
+        if name in files or not path.exists(): continue
+        files[name] = path.read_bytes()
+        todo |= set(re.findall(r'^ *from \.(\w+) import', files[name].decode(), re.M))
+    for path in sorted((ROOT/'studies').glob('*')):
+        if path.stem in said and path.is_file(): files[path.name] = path.read_bytes()
+    versions = sys.version, importlib.metadata.version('torch')
+    return hashlib.sha256(repr((versions, sorted(files.items()))).encode()).hexdigest()[:12]
+
+
 def executed(
     ch: Chapter, # a chapter
     out: Path,   # the folder of executed copies
@@ -101,6 +119,16 @@ def is_fresh(
 ) -> bool: # whether its source is still the same
     "Whether an executed copy was made from the notebook as it is now"
     return nb.metadata.get('mpcourse', {}).get('source') == source_hash(nbformat.read(ch.path, as_version=4))
+
+
+def is_unchanged(
+    ch: Chapter, # a chapter
+    out: Path,   # the folder of executed copies
+) -> bool: # whether to run it again would show nothing new
+    "Did it run without an error, with the same source and the same code?"
+    nb = executed(ch, out)
+    meta = nb.metadata.get('mpcourse', {}) if nb else {}
+    return bool(meta) and meta['status'] == 'ok' and is_fresh(nb, ch) and meta.get('code') == code_hash(nb)
 
 
 def write_text(
@@ -203,7 +231,7 @@ def record(
     ran = sum(c.execution_count is not None for _, c in code)
     skipped = sum(c.metadata.get('mpcourse', {}).get('skipped', '').startswith('not run') for _, c in code)
     nb.metadata['mpcourse'] = dict(status='failed' if failed else 'ok', seconds=round(seconds, 1), cells=ran,
-                                   skipped=skipped, failed=failed, source=source)
+                                   skipped=skipped, failed=failed, source=source, code=code_hash(nb))
     return nb.metadata['mpcourse']
 
 
@@ -298,12 +326,18 @@ def summary(
     return '\n'.join([row('no.', 'chapter', 'cells', 'seconds', 'status'), *lines, '', *failed, total])
 
 
+def run_async(coro):
+    "Run a coroutine in a thread of its own: the caller may have an event loop already, as browser tests have"
+    with ThreadPoolExecutor(1) as pool: return pool.submit(asyncio.run, coro).result()
+
+
 def run_course(
     wanted: str='',                # chapters, such as '02 05'; '' for all
     out: str|Path=ROOT/'_course',  # folder for notebooks and pages
     nbs: str|Path=ROOT/'nbs',      # folder of the notebooks
     workers: int=2,                # chapters at a time
     timeout: int=1200,             # seconds for one cell
+    changed: bool=False,           # only those whose text or code is not that of their executed copy
 ) -> list: # an `Outcome` for each chapter that was run
     "Run the course, write its pages and print a summary"
     chs, out, start = chapters(nbs), Path(out).resolve(), time.perf_counter()
@@ -311,7 +345,8 @@ def run_course(
     try: out.mkdir(parents=True, exist_ok=True)
     except OSError as e: sys.exit(f'The folder {str(out)!r} cannot be made ({e.strerror}): name another with --out.')
     if not os.access(out, os.W_OK): sys.exit(f'The folder {str(out)!r} cannot be written: name another with --out.')
-    try: outcomes = asyncio.run(run_all(todo, out, workers, timeout))
+    if changed: todo = [ch for ch in todo if not is_unchanged(ch, out)]
+    try: outcomes = run_async(run_all(todo, out, workers, timeout))
     finally: write_pages(chs, out)
     print(summary(outcomes, time.perf_counter() - start, out))
     return outcomes

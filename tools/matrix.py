@@ -3,7 +3,7 @@
     python tools/matrix.py            both
     python tools/matrix.py oldest     one of them
 
-The environments are made once, in .matrix/. Without an index of CPU builds pip takes torch with CUDA: several gigabytes."""
+The environments are made once, in .matrix/. TORCH_INDEX names an index of CPU builds of torch; without it pip takes torch with CUDA, several gigabytes."""
 import configparser, os, re, shutil, subprocess, sys
 from pathlib import Path
 
@@ -52,6 +52,8 @@ def environment(name, python, pins):
     if stamp.exists() and stamp.read_text() == wanted: return here
     if folder.exists(): shutil.rmtree(folder)
     subprocess.run([python, '-m', 'venv', folder], check=True)
+    index = os.environ.get('TORCH_INDEX')
+    if index: subprocess.run([here, '-m', 'pip', 'install', '-qq', '--index-url', index, *(p for p in pins if p.startswith('torch'))], check=True)
     subprocess.run([here, '-m', 'pip', 'install', '-qq', *TESTERS, *pins, '-e', f'{ROOT}[data]'], check=True)
     stamp.write_text(wanted)
     return here

@@ -120,7 +120,7 @@ def fold_title(
 ) -> str: # the summary of a folded cell, or ''
     "Imports and the checkers of exercises are folded, and what asks for it"
     if d.get('code-fold'): return 'Code'
-    if 'exporti' in d or re.match(r'\s*(@.*\n)?def check_', code): return 'Checker'
+    if re.search(r'^def check_', code, re.M): return 'Checker'
     imports = all(re.match(r'(from|import)\s|[\s)#]|$', line) for line in code.splitlines())
     return 'Imports' if imports and 'import' in code else ''
 
@@ -136,7 +136,7 @@ def set_view(
     if is_hidden(d) or 'hide_output' in d or d.get('output') is False:
         cell.outputs = [o for o in cell.outputs if o.output_type == 'error']
     is_quiet = is_hidden(d) or d.get('echo') is False or 'hide_input' in d
-    exported = {'export', 'exports', 'exporti'} & set(d)
+    exported = {'export', 'exports'} & set(d)
     cell.metadata['alt'] = d.get('fig-alt') or d.get('fig-cap')
     cell.metadata['view'] = dict(
         shown=bool(code.strip()) and (failed or not is_quiet), fold='' if failed else fold_title(d, code),

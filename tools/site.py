@@ -51,10 +51,9 @@ def site_source(
 ) -> str: # the source that nbdev is given
     "The library's code in full; imports and checkers as plain folded cells"
     if has(src, 'hide', 'default_exp'): return src
-    plain = drop(src, 'export', 'exports', 'exporti')
+    plain = drop(src, 'export', 'exports')
     if is_imports(plain): return fold(plain, 'Imports')
     if re.search(r'^def check_', plain, re.M): return fold(plain, 'The checker')
-    if has(src, 'exporti'): return fold(plain, 'Code')
     if not has(src, 'export', 'exports'): return src
     return '#| exports\n#| classes: exported\n' + drop(plain, 'code-fold', 'code-summary')
 

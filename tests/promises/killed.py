@@ -109,9 +109,48 @@ def flat_loss(folder, die_at, seeded):
     return fit(folder, die_at, seeded, CrossEntropyLossFlat())
 
 
+def fits(script, folder, die_at, seeded):
+    "A script with several fits; between them it looks at the model, and draws"
+    seed(seeded)
+    (x, y), steps, rows = data(), [0], []
+    def count():
+        steps[0] += 1
+        if steps[0] == die_at: die()
+    learn = A.make_learner(Net(), (x, y), (x[:16], y[:16]), A.make_scaler('dynamic', init_scale=2.**14, growth_interval=4), loss_func=F.cross_entropy,
+                           splitter=lambda m: [list(m.one.parameters()), [p for l in (m.norm, m.two) for p in l.parameters()]], cbs=[A.checkpoint(folder/'run.ckpt', 5)])
+    def between(n):
+        rows.extend(map(float, learn.recorder.losses))
+        rows.append((list(map(float, learn.validate())), random.random(), torch.rand(()).item(), A.scale_of(learn)))
+        if die_at == n: die()
+    hook = learn.model.norm.register_forward_hook(lambda *_: count() if isinstance(die_at, int) and learn.model.training else None)
+    with learn.no_logging(): script(learn, between)
+    hook.remove()
+    return dict(model=learn.model.state_dict(), opt=learn.opt.state_dict(), rows=rows, last=random.random())
+
+
+def twice(learn, between):
+    learn.fit(1, .01); between('between')
+    learn.fit(1, .01); between('end')
+
+
+def often(learn, between):
+    for i in range(3): learn.fit(1, .01); between(f'after {i}')
+
+
+def tune(learn, between):
+    learn.fine_tune(1, .02); between('end')
+
+
+def thaw(learn, between):
+    learn.freeze(); learn.fit_one_cycle(1, slice(.02)); between('between')
+    learn.unfreeze(); learn.fit_one_cycle(1, slice(.002, .01)); between('end')
+
+
+SCRIPTS = dict(twice=(twice, (8, 'between', 14, 20, 'end')), often=(often, (20, 'after 1', 33)), tune=(tune, (8, 15, 22)), thaw=(thaw, (8, 'between', 20)))
 RUNS = dict(loop=(loop, (None, 'forward', 'backward', 'opt', 'save', 'replace')),
             fit=(fit, (None, 'after_pred', 'after_step', 'replace')),
-            flat_loss=(flat_loss, ('after_pred',)))                     # its whole run is that of `fit`
+            flat_loss=(flat_loss, ('after_pred',)),                     # its whole run is that of `fit`
+            **{n: (partial(fits, f), (None, *points)) for n,(f, points) in SCRIPTS.items()})       # a number: in that forward pass
 
 
 def alive(f, folder, die_at, seeded, out):
@@ -122,7 +161,7 @@ def alive(f, folder, die_at, seeded, out):
         torch.save(f(folder, die_at, seeded), out)
         os._exit(0)
     except BaseException as e:
-        print(f'{f.__name__} {die_at}: {type(e).__name__}: {e}', file=sys.stderr, flush=True)
+        print(f'{folder.name} {die_at}: {type(e).__name__}: {e}', file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import torch, torch.distributed as dist, torch.nn.functional as F
 from fastai.basics import Callback, OptimWrapper
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import adapter as A
@@ -123,6 +124,59 @@ def sharded(rank, policy):
     return dict(trace=trace, weights=[])
 
 
+def no_gradients_on_one(rank, host):
+    "A layer that rank 1 does not use in batches 1 and 2 has an optimizer of its own; rank 0 overflows in batch 2"
+    a, b, s = nn.Linear(4, 3), nn.Linear(3, 3), scaler('dynamic')
+    gs, step, trace = A.make_gradscaler(s, group=dist.group.WORLD), A.make_step(s, group=dist.group.WORLD), []
+    opts = [torch.optim.SGD(m.parameters(), lr=.1) for m in (a, b)]
+    for i in range(4):
+        x, y = data(rank, i, False)
+        bad = rank == 0 and i == 2
+        if bad and host == 'step': x[0, 0] = torch.inf
+        unused = rank == 1 and i in (1, 2)
+        if host == 'step': trace.append(bool(step(b, x[:, :3]*(not unused), y, opts[0] if unused else opts[1], F.cross_entropy)['skipped']))
+        else:
+            h = a(x)
+            gs.scale(F.cross_entropy(h if unused else b(h), y)).backward()
+            if bad: a.weight.grad[0, 0] = torch.inf
+            if i == 0: gs.unscale_(opts[1])
+            for opt in opts: gs.step(opt)
+            gs.update()
+            for opt in opts: opt.zero_grad()
+            trace.append(gs.get_scale())
+    return dict(trace=trace, weights=[])
+
+
+def buffers_go_back(rank):
+    "Rank 1's second batch overflows, and both ranks skip: what each has written into BatchNorm's statistics goes back"
+    torch.manual_seed(0)
+    model, seen = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), []
+    step, opt = A.make_step(A.make_scaler('static', init_scale=2.), group=dist.group.WORLD), torch.optim.SGD(model.parameters(), lr=.1)
+    for i in range(3):
+        x, y = data(rank, i, False)
+        if rank == 1 and i == 1: x[0] = 1e6
+        step(model, x, y, opt, F.cross_entropy)
+        seen.append(torch.cat([b.flatten().double() for b in model.buffers()]))
+    return dict(trace=[torch.equal(seen[1], seen[0]), torch.equal(seen[2], seen[1]), bool(seen[2].isfinite().all())], weights=[])
+
+
+def joined(rank, host):
+    "Rank 0 has one batch more, within torch's Join"
+    inner, s, trace = DDP(net()), scaler('dynamic'), []
+    opt = torch.optim.SGD(inner.parameters(), lr=.1)
+    step, gs = A.make_step(s), A.make_gradscaler(scaler('dynamic'), model=inner)
+    with Join([inner]):
+        for i in range(3 - rank):
+            x, y = data(rank, i, False)
+            try:
+                if host == 'step': step(inner, x, y, opt, F.cross_entropy)
+                else:
+                    gs.scale(F.cross_entropy(inner(x), y)).backward()
+                    gs.step(opt)
+            except ValueError as e: trace.append('Join' in str(e)); break
+    return dict(trace=trace, weights=[])
+
+
 class Stop(Callback):
     order = 200
     def __init__(self, at): self.at = at
@@ -160,7 +214,8 @@ def everything(rank, folder):
     for p in ('dynamic', 'logmax', 'als_weights'): out['sharded', p] = sharded(rank, p)
     out['gradscaler alone', 'dynamic'] = by_gradscaler(rank, 'dynamic', wrap=alike) | dict(weights=[])
     out['learner alone', 'dynamic'] = by_learner(rank, 'dynamic', wrap=alike) | dict(weights=[])
-    out['sees all', 'als'] = sees_all(rank)
+    out['sees all', 'als'], out['buffers', 'static'] = sees_all(rank), buffers_go_back(rank)
+    for h in ('step', 'gradscaler')*(not A.FIRST): out['no gradients', h], out['join', h] = no_gradients_on_one(rank, h), joined(rank, h)
     out['refusal', 'dynamic'] = first_batch_bad(rank)
     dist.barrier()
     out['resumed', 'dynamic'] = resumed(rank, folder)

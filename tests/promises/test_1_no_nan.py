@@ -1,4 +1,4 @@
-"Promise 1: no step that was judged writes a NaN or an infinity into a weight or into optimizer state; a skipped step leaves every bit of both"
+"Promise 1: no step whose gradients were not finite writes into a weight, into optimizer state or into a buffer: a skipped step leaves every bit of them"
 from functools import partial
 
 import pytest, torch, torch.nn.functional as F
@@ -29,8 +29,13 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.one, self.norm, self.two, self.factor = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3), 1.
-    def forward(self, x): return self.two(Spoil.apply(self.norm(self.one(x)).tanh(), self.factor))
+        self.one, self.norm, self.two, self.factor = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), 1.
+        self.register_buffer('ema', torch.zeros(8))
+        self.register_buffer('mask', torch.ones(1).expand(8))
+    def forward(self, x):
+        x = self.norm(self.one(x)).tanh()*self.mask
+        with torch.no_grad(): self.ema.mul_(.9).add_(x.float().mean(0), alpha=.1)
+        return self.two(Spoil.apply(x, self.factor))
 
 
 def data(n=64):
@@ -46,8 +51,9 @@ def tensors(x):
 
 
 def bits(model, opt):
-    "Every number of the weights and of the optimizer's state, torch's or fastai's"
-    return [t.detach().clone() for t in (*model.parameters(), *tensors(opt.state_dict()['state']))]
+    "Every number of the weights, the buffers and the optimizer's state, torch's or fastai's"
+    own = (*model.parameters(), *(getattr(model, 'buffers', tuple)()))
+    return [t.detach().clone() for t in (*own, *tensors(opt.state_dict()['state']))]
 
 
 def raw(t): return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize])
@@ -77,7 +83,7 @@ def by_step(scaler, make_opt, factors, **kw):
 def by_gradscaler(scaler, make_opt, factors, dtype=torch.bfloat16):
     "bfloat16 within autocast, so that what is infinite is what the test made so"
     model, (x, y) = Net(), data(8*len(factors))
-    opt, gs, seen = make_opt(model.parameters()), A.make_gradscaler(scaler), []
+    opt, gs, seen = make_opt(model.parameters()), A.make_gradscaler(scaler, model=model), []
     for i,f in enumerate(factors):
         model.factor = f
         with torch.autocast('cpu', dtype): loss = F.cross_entropy(model(x[8*i:8*i+8]), y[8*i:8*i+8])
@@ -245,3 +251,76 @@ def test_bad_batches_do_not_end_a_training_with_the_default_policy():
     got = A.train(A.make_step(scaler), t.model, batches, t.opt(t.model.parameters()), t.loss_func)
     assert [s for *_,s in got[2:47]] == [True]*45 and got[-1][1] == got[1][1]
     assert all(p.grad.any() for p in t.model.parameters())
+
+
+def spectral():
+    "A net with spectral norm, which takes a power iteration in each forward pass"
+    torch.manual_seed(0)
+    norm = nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(norm(nn.Linear(4, 8)), nn.BatchNorm1d(8), nn.Tanh(), norm(nn.Linear(8, 3)))
+
+
+@pytest.mark.parametrize('opt', ('sgd', 'fused_adamw'))
+@pytest.mark.parametrize('host', ('step', 'callback', 'gradscaler'))
+def test_a_forward_pass_that_overflows_leaves_every_bit_of_the_buffers(host, opt):
+    "One input of 1e6: what the skipped step wrote into running means, power iterations and counters goes back"
+    model, (x, y), seen = spectral(), data(24), []
+    x[8] = 1e6
+    if host == 'callback':
+        def take(cb): seen.append(bits(cb.learn.model, cb.learn.opt))
+        Look = type('Look', (Callback,), dict(order=200, after_batch=lambda cb: take(cb) if cb.learn.training else None))
+        learn = A.make_learner(model, (x, y), (x[:8], y[:8]), A.make_scaler('static', init_scale=2.), loss_func=F.cross_entropy,
+                               opt_func=partial(OptimWrapper, opt=OPTS[opt].func, **{k: v for k, v in OPTS[opt].keywords.items() if k != 'lr'}), lr=.1)
+        learn.dls.train.shuffle = False
+        with learn.no_logging(): learn.fit(1, cbs=Look())
+    else:
+        opt = OPTS[opt](model.parameters())
+        step = A.make_step(A.make_scaler('static', init_scale=2.))
+        gs = A.make_gradscaler(A.make_scaler('static', init_scale=2.), model=model)
+        for i in range(3):
+            xb, yb = x[8*i:8*i+8], y[8*i:8*i+8]
+            if host == 'step': step(model, xb, yb, opt, F.cross_entropy)
+            else:
+                with torch.autocast('cpu', torch.float16): loss = F.cross_entropy(model(xb).float(), yb)
+                gs.scale(loss).backward(); gs.step(opt); gs.update(); opt.zero_grad()
+            seen.append(bits(model, opt))
+    assert same(seen[1], seen[0]) and not same(seen[2], seen[1]) and all(map(finite, seen))
+
+
+@pytest.mark.parametrize('host', ('step', 'gradscaler', 'callback'))
+def test_buffers_go_back_to_before_the_first_micro_batch(host):
+    "Two micro-batches make a step, the second of step 1 is infinite"
+    model, (x, y), seen = spectral(), data(32), []
+    x[24] = 1e6
+    opt, scaler = torch.optim.SGD(model.parameters(), lr=.1), A.make_scaler('static', init_scale=2.)
+    parts = [(x[8*i:8*i+8], y[8*i:8*i+8]) for i in range(4)]
+    if host == 'callback':
+        from fastai.callback.training import GradientAccumulation
+        def take(cb):
+            if cb.learn.training and cb.learn.train_iter%2 == 0: seen.append(bits(cb.learn.model, cb.learn.opt)[:-1])
+        Look = type('Look', (Callback,), dict(order=200, after_batch=take))
+        learn = A.make_learner(model, (x, y), (x[:8], y[:8]), scaler, loss_func=F.cross_entropy, lr=.1)
+        learn.dls.train.shuffle = False
+        with learn.no_logging(): learn.fit(1, cbs=[GradientAccumulation(16), Look()])
+    gs, step = A.make_gradscaler(A.make_scaler('static', init_scale=2.), model=model), A.make_step(scaler)
+    for pair in (parts[:2], parts[2:])*(host != 'callback'):
+        opt.zero_grad()
+        if host == 'step':
+            if step.stats is None: step.begin(model)
+            for xb, yb in pair: step.backward(model, xb, yb, F.cross_entropy)
+            step.update(model, opt, 0.)
+        else:
+            for xb, yb in pair:
+                with torch.autocast('cpu', torch.float16): loss = F.cross_entropy(model(xb).float(), yb)
+                gs.scale(loss).backward()
+            gs.step(opt); gs.update()
+        seen.append(bits(model, opt))
+    assert same(*seen) and finite(seen[0])
+
+
+def test_without_the_model_gradscaler_says_once_that_buffers_do_not_go_back():
+    p = nn.Parameter(torch.ones(2)); opt, gs = torch.optim.SGD([p], lr=.1), A.make_gradscaler()
+    with pytest.warns(UserWarning, match='model=model') as said:
+        for _ in range(3):
+            gs.scale((p*torch.inf).sum()).backward(); gs.step(opt); gs.update(); opt.zero_grad()
+    assert len(said) == 1

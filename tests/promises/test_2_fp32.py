@@ -3,7 +3,8 @@ import copy, pickle
 from functools import partial
 
 import pytest, torch, torch.nn.functional as F
-from fastai.basics import Callback, OptimWrapper, load_learner
+from fastai.basics import (BCEWithLogitsLossFlat, Callback, CrossEntropyLossFlat, FocalLossFlat, L1LossFlat, LabelSmoothingCrossEntropyFlat,
+                           Learner, MSELossFlat, OptimWrapper, load_learner)
 from fastai.callback.tracker import SaveModelCallback
 from torch import nn
 
@@ -92,6 +93,30 @@ def test_a_file_saved_at_any_event_is_fp32_and_has_all_digits(event, tmp_path):
     assert torch.equal(state['shift'], Net().shift)
     moments = [v for s in seen['file']['opt']['state'] for v in s.values() if isinstance(v, torch.Tensor)]
     assert all(v.dtype == torch.float32 for v in moments)
+
+
+LOSSES = [CrossEntropyLossFlat(), LabelSmoothingCrossEntropyFlat(), FocalLossFlat(), F.cross_entropy,
+          BCEWithLogitsLossFlat(thresh=.5), MSELossFlat(), L1LossFlat()]
+
+
+@pytest.mark.parametrize('compute', (None, 'emulate'))
+@pytest.mark.parametrize('loss', LOSSES, ids=lambda l: getattr(l, '__name__', type(l).__name__))
+def test_what_learn_save_wrote_learn_load_reads_with_every_loss_of_fastais(loss, compute, tmp_path):
+    from mpcourse.emulate import emulate
+    from mpcourse.callback import tensor_dls
+    x, y = data(32)
+    y = y if 'ross' in str(loss) or 'Focal' in str(loss) else F.one_hot(y, 3).float()
+    torch.manual_seed(0)
+    model, more = nn.Linear(x[0].numel(), 3), dict(compute=partial(emulate, 'fp16')) if compute else {}
+    learn = Learner(tensor_dls((x.flatten(1), y), (x.flatten(1), y), 8), model, loss_func=loss, path=tmp_path).to_mixed(A.make_scaler('static', init_scale=2.**8), **more)
+    learn.remove_cbs([cb for cb in learn.cbs if cb.name == 'progress'])
+    with learn.no_logging(): learn.fit(1)
+    assert all(type(p.grad) in (torch.Tensor, type(None)) for p in model.parameters())
+    learn.save('x')
+    was = weights(model)
+    nn.init.zeros_(model.weight)
+    learn.load('x')
+    assert same(weights(model), was) and learn.opt.state_dict()['state']
 
 
 def test_save_model_callback_writes_and_loads_fp32(tmp_path):

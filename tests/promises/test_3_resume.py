@@ -31,7 +31,8 @@ def graves(tmp_path_factory):
 
 
 BROKEN = pytest.mark.xfail(A.FIRST, strict=True, reason='the first edition: a file with the losses of a fastai loss cannot be read back')
-LIVES = [pytest.param(r, k, marks=BROKEN if r == 'flat_loss' else ()) for r,(_, ks) in killed.RUNS.items() for k in ks if k]
+MANY = pytest.mark.xfail(A.FIRST, reason='the first edition: one fit a script')
+LIVES = [pytest.param(r, k, marks=BROKEN if r == 'flat_loss' else MANY if r in killed.SCRIPTS else ()) for r,(_, ks) in killed.RUNS.items() for k in ks if k]
 
 
 @pytest.mark.parametrize('run, point', LIVES)
@@ -40,7 +41,7 @@ def test_killed_there_and_resumed_is_the_uninterrupted_run(run, point, graves):
     said = torch.load(root/f'{run}-{point}'/'said.pt')
     assert os.WTERMSIG(said['first']) == signal.SIGKILL and 'whole.pt' not in said['left'], err[-2000:]
     assert said['second'] == 0, err[-2000:]
-    whole = torch.load(root/('loop-None' if run == 'loop' else 'fit-None')/'whole.pt', weights_only=False)
+    whole = torch.load(root/f'{"fit" if run == "flat_loss" else run}-None'/'whole.pt', weights_only=False)
     resumed = torch.load(root/f'{run}-{point}'/'resumed.pt', weights_only=False)
     assert len(set(map(str, whole['rows']))) > 10
     for k in whole: assert equal(whole[k], resumed[k]), f'{k} differs: {whole[k]} and {resumed[k]}'
@@ -58,7 +59,7 @@ LITTER = pytest.mark.xfail(A.FIRST, strict=True, reason="the first edition: a ki
 @pytest.mark.parametrize('run, point', [pytest.param(r, k, marks=LITTER) for r,k in (('loop', 'save'), ('loop', 'replace'), ('fit', 'replace'))])
 def test_a_killed_writer_leaves_nothing_for_ever(run, point, graves):
     said = torch.load(graves[0]/f'{run}-{point}'/'said.pt')
-    assert said['second'] == 0 and [n for n in said['end'] if not n.endswith('.pt')] in ([], [f'{run}.ckpt'])
+    assert said['second'] == 0 and [n for n in said['end'] if not n.endswith(('.pt', '.lock'))] in ([], [f'{run}.ckpt'])
 
 
 def parts(scaler='dynamic'):

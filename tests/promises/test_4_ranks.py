@@ -43,6 +43,22 @@ def test_one_rank_sees_all_that_the_others_saw(both):
     assert [r['sees all', 'als']['trace'] for r in both] == [[2.**3, 2.**2, 2.**3]]*2
 
 
+@pytest.mark.parametrize('host', ('step', 'gradscaler'))
+def test_a_rank_without_gradients_takes_part_in_the_decision(host, both):
+    a, b = (r['no gradients', host]['trace'] for r in both)
+    assert a == b and (a == [False, False, True, False] if host == 'step' else a[2] < a[1])
+
+
+@bad('buffers keep what a skipped step wrote')
+def test_a_step_skipped_for_one_rank_puts_the_buffers_of_all_back(both):
+    assert [r['buffers', 'static']['trace'] for r in both] == [[True, False, True]]*2
+
+
+@pytest.mark.parametrize('host', ('step', 'gradscaler'))
+def test_ranks_that_stop_at_different_batches_are_refused_and_never_wait(host, both):
+    assert all(r['join', host]['trace'] == [True] for r in both)
+
+
 @bad('a bad first batch is refused on one rank while the other waits')
 def test_a_refusal_is_the_same_on_every_rank(both):
     a, b = (r['refusal', 'dynamic']['trace'] for r in both)

@@ -1,0 +1,43 @@
+"""Does FP16 keep a second head, whose loss has a small weight, from learning? (README, chapter 03)
+
+A row is a way to train the net that reads a digit and draws it, with Adam, 150 steps of 256 digits.
+"""
+import torch
+
+from mpcourse.scaler import StaticScaler
+from mpcourse.step import MixedStep
+from mpcourse.tensorcore import fast_half
+from mpcourse.toys import batches, drawings, fit, heads_loss, heads_score, plain_step, two_heads
+
+STEPS = {'FP32': lambda: plain_step, 'FP16, scale 1': lambda: MixedStep(StaticScaler(1.)),
+         'FP16, scale 2^12': lambda: MixedStep(StaticScaler(2.**12)), 'FP32, only the flush': lambda: plain_step}
+ROWS = list(STEPS)
+SEEDS = range(10)
+
+
+def flush(g):
+    "Zero where FP16 would round to zero, and nothing else"
+    return torch.where(g.abs() < 2.**-25, 0., g)
+
+
+def flush_gradients(model):
+    "The control: all is FP32, but what flows back through a layer's output is flushed"
+    def watch(module, args, out):
+        if out.requires_grad: out.register_hook(flush)
+    for m in model.modules():
+        if not list(m.children()): m.register_forward_hook(watch)
+
+
+def run(row, seed):
+    "Drawing error, accuracy on new digits, mean of the last 20 losses"
+    data, model = drawings(), two_heads(seed)
+    if row == 'FP32, only the flush': flush_gradients(model)
+    opt = torch.optim.Adam(model.parameters(), lr=3e-3)
+    with fast_half(): losses = fit(model, batches(data, 256, 150, seed), opt, heads_loss, STEPS[row]())['loss']
+    accuracy, error = heads_score(model, data)
+    return dict(error=error, accuracy=accuracy, loss=sum(losses[-20:])/20)
+
+
+if __name__ == '__main__':
+    from runner import main
+    main(run, ROWS, SEEDS)
