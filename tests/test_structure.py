@@ -233,6 +233,7 @@ def test_chapter_opens_with_what_it_needs(path):
     opening = ' '.join(t for t, c in zip(TEXTS[path][1:6], CELLS[path][1:6]) if c['cell_type'] == 'markdown')
     at = [opening.find(f'**{w}**') for w in ('You need', 'You will build', 'You will see')]
     assert -1 not in at and at == sorted(at)
+    if path.stem < '88': assert re.search(r'\d+ minutes to read', opening), 'README tells the minutes'
 
 
 @chapters

@@ -1,13 +1,39 @@
-"README.md from the index notebook and its stored outputs: `python -m tools.readme`"
-import base64, re
+"The index notebook's table of chapters, and README.md from that notebook and its stored outputs: `python -m tools.readme`"
+import base64, json, re
 from pathlib import Path
 
 import nbformat
 
+from tools.course import PARTS, chapters
 from tools.pages import directives, is_hidden
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCAL = r'(?!https?:|/|#|\.\./|mailto:)'
+
+
+def chapter_table(
+    nbs: Path=ROOT/'nbs', # the folder of notebooks
+) -> str: # Markdown
+    "The table of chapters: number, title, minutes and promise, as the chapters themselves say them"
+    rows = ['| | chapter | minutes | what breaks, and what you own at the end |', '|---|---|--:|---|']
+    heads = {f'{k:02}': v.partition(' · ') for k, v in PARTS.items() if v}
+    for ch in chapters(nbs)[1:]:
+        if ch.number in heads:
+            part, _, title = heads[ch.number]
+            rows.append(f'| {f"**{part[5:]}**" if title else ""} | **{title or part}** | |  |')
+        minutes = re.search(r'(\d+) minutes to read', ch.path.read_text(encoding='utf-8'))
+        rows.append(f'| {ch.number} | [{ch.title}]({ch.path.name}) | {minutes[1] if minutes else ""} | {ch.promise} |')
+    return '\n'.join(rows)
+
+
+def with_table(
+    text: str, # of the index notebook
+    nbs: Path=ROOT/'nbs', # the folder of notebooks
+) -> str: # the same text with a current table
+    "Put the current table of chapters in the place of the old one"
+    lines = [json.dumps(line + '\n', ensure_ascii=False) for line in chapter_table(nbs).splitlines()]
+    old = r'(?:^ *"\|.*\|\\n",\n)+(?= *"\\n",\n *"## Five paths)'
+    return re.sub(old, lambda m: ''.join(f'    {line},\n' for line in lines), text, flags=re.M)
 
 
 def output_text(
@@ -57,7 +83,9 @@ def readme(
 def write_readme(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> list: # the files
-    "Write README.md and its pictures from the index notebook"
+    "Bring the index notebook's table of chapters up to date, then write README.md and its pictures from it"
+    index = nbs/'index.ipynb'
+    index.write_text(with_table(index.read_text(encoding='utf-8'), nbs), encoding='utf-8')
     files = readme(nbs)
     for path, data in files.items():
         path.parent.mkdir(exist_ok=True)
@@ -68,8 +96,9 @@ def write_readme(
 def readme_current(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> bool: # whether README.md and its pictures are what the index notebook says
-    "Whether README.md is what `write_readme` would write"
-    return all(path.exists() and path.read_bytes() == data for path, data in readme(nbs).items())
+    "Whether the index notebook and README.md are what `write_readme` would write"
+    text = (nbs/'index.ipynb').read_text(encoding='utf-8')
+    return text == with_table(text, nbs) and all(path.exists() and path.read_bytes() == data for path, data in readme(nbs).items())
 
 
 if __name__ == '__main__': print(*write_readme())
