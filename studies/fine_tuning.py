@@ -10,7 +10,7 @@ import torch
 from torch.func import functional_call
 
 from mpcourse.rounding import quantize
-from mpcourse.toys import ALPHABET, Data, batches, cross_entropy, encode_text, evaluate, fit, get_toy, train_toy, windows
+from mpcourse.toys import ALPHABET, Data, batches, encode_text, evaluate, fit, get_toy, train_toy, windows
 
 KINDS = ['FP32', 'BF16', 'FP16', 'BF16 beside FP32 masters', 'BF16, rounded stochastically']
 RATES = {'1e-5': 1e-5, '1e-4': 1e-4}
