@@ -63,12 +63,17 @@ WRONG = {
             while True: yield from torch.randperm(n, generator=g).split(bs)""",
     # 04: epsilon is the spacing above w; half of it is a tie that goes to even, which is w
     'check_smallest_kept': 'lambda w, dtype: w*torch.finfo(dtype).eps/2',
-    # 04: counts zeros that were zero before
-    'check_will_flush': 'lambda g, scale: ((g*scale).half() == 0).float().mean().item()',
     # 04: the textbook's formula
     'check_safe_cross_entropy': 'lambda pred, y: -(pred.exp()/pred.exp().sum(1, keepdim=True)).log()[range(len(y)), y].mean()',
-    # 04: forgets that what lies a little above the largest value still rounds down to it
-    'check_best_scale': 'lambda grads, fmt: 2.**math.floor(math.log2(fmt.max/max(g.abs().max().item() for g in grads)))',
+    # 04: remembers what was rounded away, and rounds it away again before the step
+    'check_keep_rest': """
+        def keep_rest(model, xb, yb, opt, loss_func):
+            loss = plain_step(model, xb, yb, opt, loss_func)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_((p + opt.state[p].get('rest', 0.)).half())
+                    opt.state[p]['rest'] = (p - p.half()).half()
+            return loss""",
     # 05: rounds the product, then the sum with the bias
     'check_linear_once': 'lambda x, w, b: (x.float() @ w.float().T).half() + b',
     # 05: sums in FP32 and clips once, at the end

@@ -3,9 +3,8 @@ import math
 
 import numpy as np, pytest, torch
 from mpcourse.formats import e4m3, e5m2, fp16, get_format
-from mpcourse.failures import (activation_peaks, adam_eps, adam_first_step, adam_gap, exploded_activations, flushed,
-                               gradients, scale_report, store_in, swallowed, swallowed_updates, textbook_cross_entropy, until_bad,
-                               vanished_gradients)
+from mpcourse.failures import (adam_eps, adam_first_step, exploded_activations, flushed, gradients, scale_report, store_in, swallowed,
+                               swallowed_updates, textbook_cross_entropy, until_bad, vanished_gradients)
 from mpcourse.tensorcore import fast_half
 from mpcourse.toys import TOYS, batches, get_toy, half_pass, plain_step, relu_mlp, train_toy
 
@@ -178,16 +177,9 @@ def test_explosions_and_their_negatives(seed):
     bad = exploded_activations(seed=seed)
     assert not math.isfinite(bad.loss) and 10 < len(bad.history['loss']) < 150
     for good in (exploded_activations(torch.float32, seed=seed), exploded_activations(bfloat, seed=seed),
-                 exploded_activations(torch.float32, dtype=torch.float32, seed=seed)):
+                 exploded_activations(torch.float32, dtype=torch.float32, seed=seed),
+                 exploded_activations(loss=torch.nn.functional.cross_entropy, seed=seed)):
         assert good.acc > .85 and len(good.history['loss']) == 400
-
-
-def test_activation_peaks_overflow_where_fp32_passes_the_maximum():
-    wide, narrow = activation_peaks(torch.float32), activation_peaks(half)
-    first = next(i for i, p in enumerate(narrow) if not math.isfinite(p))
-    assert wide[first] > fp16.max * .95 and all(p < fp16.max * 1.05 for p in wide[:first])
-    assert narrow[:first - 1] == pytest.approx(wide[:first - 1], rel=.02)
-    assert all(map(math.isfinite, activation_peaks(bfloat))) and all(map(math.isfinite, activation_peaks(half, gain=.5)))
 
 
 # Adam
@@ -222,9 +214,3 @@ def test_a_whole_training_in_half_with_adam():
     dead, alive, wide = adam_eps(), adam_eps(1e-4), adam_eps(dtype=torch.float32)
     assert not math.isfinite(dead.loss) and len(dead.history['loss']) < 5 and next(dead.model.parameters()).dtype == half
     assert alive.acc > .9 and wide.acc > .9
-
-
-def test_the_gap_has_a_ceiling():
-    steady, long = adam_gap(0), adam_gap(5000)
-    assert .1 < steady < .6 < 1 < long < 7 and adam_gap(5000, .95) < 1
-    assert adam_gap(300, size=1e-5) == pytest.approx(adam_gap(300, size=1e-2), rel=.05)      # Adam does not see the size, while ε is small
