@@ -13,7 +13,8 @@ from harness import Row, medians
 from mpcourse.callback import MixedPrecisionCB, tensor_dls
 from mpcourse.scaler import StaticScaler
 from mpcourse.tensorcore import fast_half
-from mpcourse.toys import CharTransformer, cnn, cross_entropy, digits
+from mpcourse.toys import CharTransformer, cross_entropy, digits
+from mpcourse.zoo import cnn
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 

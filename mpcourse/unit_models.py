@@ -542,7 +542,7 @@ def _branches(kind, o, d, layers, context):
 
 # %% ../nbs/26_unit_models.ipynb #1f8da596
 class UnitTwoTowers(nn.Module):
-    "What chapter 03's two towers become: `unit_scale(towers, constraint='none', known={TwoTowers: UnitTwoTowers})`"
+    "What the two towers become: `unit_scale(towers, constraint='none', known={TwoTowers: UnitTwoTowers})`"
     unit_scaled = True
     def forward(self, images, names):
         "images (N, …) and names (M, symbols) to logits (N, M): cosines times exp of the learned `log_scale`"

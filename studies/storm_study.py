@@ -23,7 +23,8 @@ from mpcourse.scaler import StaticScaler
 from mpcourse.simulator import spoil
 from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fast_half
-from mpcourse.toys import batches, contrastive, get_toy, predict, train_toy
+from mpcourse.toys import batches, get_toy, predict, train_toy
+from mpcourse.zoo import contrastive
 
 STEPS = 300
 # divisor of the loss, first bad step, how many, and the factor on the gradient of the logits (None: bright pictures)

@@ -45,8 +45,6 @@ WRONG = {
     'check_sr_bf16': 'lambda x, noise: ((x.view(torch.int32) + noise) & -65536).view(torch.float32)',
     # 03: log base 2
     'check_guess': 'lambda n: math.log2(n)',
-    # 03: the mean of the tensors' shares, in which small tensors count for too much
-    'check_zero_share': 'lambda grads: sum((g == 0).float().mean().item() for g in grads)/len(grads)',
     # 03: forgets to clear the gradients, and records the norm after clipping
     'check_clipped_step': """
         def clipped_step(model, xb, yb, opt, loss_func):

@@ -6,6 +6,7 @@ from mpcourse.formats import e4m3, e5m2, fp16, get_format
 from mpcourse.failures import (adam_eps, adam_first_step, exploded_activations, flushed, gradients, scale_report, store_in, swallowed,
                                swallowed_updates, textbook_cross_entropy, until_bad, vanished_gradients)
 from mpcourse.tensorcore import fast_half
+import mpcourse.zoo  # noqa: F401
 from mpcourse.toys import TOYS, batches, get_toy, half_pass, plain_step, relu_mlp, train_toy
 
 pytestmark = pytest.mark.library

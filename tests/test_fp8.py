@@ -9,7 +9,8 @@ from mpcourse.half import model_to_half
 from mpcourse.fp8 import (SCALINGS, CurrentScaling, DelayedScaling, FixedScaling, FP8Linear, FP8Recipe, amax_scale, fp8_attention, fp8_linear,
                           fp8_matmul, fp8_products, has_native_fp8, mx_quantize, mx_round, native_matmul, reduce_amax, signal_to_noise, simulate_fp8)
 from mpcourse.rounding import quantize
-from mpcourse.toys import char_transformer, cnn, cross_entropy, deep_sigmoid, relu_mlp, two_towers
+from mpcourse.toys import char_transformer, cross_entropy, deep_sigmoid, relu_mlp
+from mpcourse.zoo import cnn, two_towers
 from mpcourse.unit import constrain, linear_factors
 from mpcourse.unit_models import KINDS_OF_MODEL, CharModel, UnitLinear, unit_scale
 

@@ -9,7 +9,8 @@ from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
 from mpcourse.half import (NORMS, ClampInfinite, cast, cast_policy, clamp_hooks, clamp_infinite, is_norm, takes_half, model_bytes,
                            model_to_float, model_to_half, norm_hooks, saved_bytes)
-from mpcourse.toys import captions, char_transformer, cnn, digits, two_towers
+from mpcourse.toys import char_transformer, digits
+from mpcourse.zoo import captions, cnn, two_towers
 
 pytestmark = pytest.mark.library
 WHOLE = not torch.__version__.startswith('2.6.')     # torch 2.6 breaks the graph at a regular expression

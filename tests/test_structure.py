@@ -17,8 +17,8 @@ TOOLS = {'doctor', 'cli', 'all'}
 LIBRARY = [m for m in NUMBER if m not in TOOLS]
 # without fastai: the modules that DESIGN.md marks so, as far as they are written
 LIGHT = '''plots formats rounding toys tensorcore emulate half master scaler step dynamic policies simulator gradscaler hooks
-           recipe monitor als layerwise accumulate distributed unit unit_models fp8 doctor'''.split()
-MAY_USE_TOYS = {'failures', 'recipe', 'simulator', 'compare', 'all'}
+           recipe monitor als layerwise accumulate distributed unit unit_models fp8 zoo doctor'''.split()
+MAY_USE_TOYS = {'failures', 'recipe', 'simulator', 'compare', 'zoo', 'all'}
 HEADINGS = ['What goes wrong', 'See it', 'Put it to work', 'What we built', 'Exercises', 'Further reading']
 # functions longer than 25 lines, each with its reason
 LONG = {}

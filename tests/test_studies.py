@@ -9,7 +9,7 @@ from mpcourse import toys
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fast_half
-from mpcourse.toys import Study, study
+from mpcourse.zoo import Study, study
 from mpcourse.unit import unit_cross_entropy
 from mpcourse.unit_models import CharModel
 
@@ -97,7 +97,7 @@ def test_a_name_that_is_none():
 
 def test_outside_a_clone(tmp_path):
     shutil.copytree(ROOT/'mpcourse', tmp_path/'mpcourse', ignore=shutil.ignore_patterns('__pycache__'))
-    code = 'import mpcourse; print(mpcourse.__file__)\nfrom mpcourse.toys import study\nstudy("rain_study")'
+    code = 'import mpcourse; print(mpcourse.__file__)\nfrom mpcourse.zoo import study\nstudy("rain_study")'
     res = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env={**os.environ, 'PYTHONPATH': str(tmp_path)}, capture_output=True, text=True)
     assert str(tmp_path) in res.stdout and res.returncode == 1
     last = res.stderr.strip().splitlines()[-1]

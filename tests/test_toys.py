@@ -3,9 +3,10 @@ import builtins, hashlib, math, subprocess, sys
 
 import pytest, torch, torch.nn as nn
 from mpcourse import toys
-from mpcourse.toys import (ALPHABET, NAMES, TOYS, Data, accuracy, batches, captions, char_text, cross_entropy, contrastive,
-                           digits, encode_text, evaluate, fit, get_toy, half_pass, imagenette, plain_step, predict, relu_mlp,
-                           train_toy, warmup_cosine, windows)
+from mpcourse.toys import (ALPHABET, TOYS, Data, accuracy, batches, char_text, cross_entropy, digits, encode_text, evaluate, fit,
+                           get_toy, half_pass, plain_step, predict, relu_mlp, train_toy, warmup_cosine, windows)
+from mpcourse.zoo import NAMES, captions, cnn, contrastive
+from tools.imagenette import imagenette
 
 pytestmark = pytest.mark.library
 
@@ -241,7 +242,7 @@ def test_fit_refuses_no_batches():
 
 
 def test_evaluate_leaves_the_mode_and_judges_in_fp32():
-    m, modes = toys.cnn().half(), set()
+    m, modes = cnn().half(), set()
     m.register_forward_hook(lambda m, i, o: modes.add((m.training, o.dtype, o.requires_grad)))
     got = evaluate(m, digits(), lambda p, y: torch.tensor(p.dtype == torch.float32 and len(p) == 360).float())
     assert m.training and got['loss'] == 1 and modes == {(False, torch.float16, False)}
@@ -321,5 +322,5 @@ def test_deep_sigmoid_fails_in_fp16_and_the_others_do_not():
 
 
 def test_unknown_toy_names_the_known():
-    with pytest.raises(ValueError, match="no toy 'resnet': there are relu_mlp, cnn, deep_sigmoid, char_lm, two_towers"): get_toy('resnet')
+    with pytest.raises(ValueError, match="no toy 'resnet': there are relu_mlp, deep_sigmoid, char_lm, cnn, two_towers"): get_toy('resnet')
     assert get_toy(TOYS['cnn']) is TOYS['cnn']

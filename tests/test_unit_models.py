@@ -11,7 +11,8 @@ from mpcourse.cli import checkers
 from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
 from mpcourse.half import cast_policy, is_norm
-from mpcourse.toys import TOYS, TwoTowers, char_transformer, cnn, contrastive, deep_sigmoid, predict, relu_mlp, two_towers
+from mpcourse.toys import TOYS, char_transformer, deep_sigmoid, predict, relu_mlp
+from mpcourse.zoo import TwoTowers, captions, cnn, contrastive, two_towers
 from mpcourse.unit import assert_true_directions, unit_cross_entropy
 from mpcourse.unit_models import (KINDS_OF_MODEL, UNIT_LAYERS, CharModel, UnitAttention, UnitFFN, UnitLayer, UnitLinear, UnitReadout,
                                   UnitResidual, UnitRNN, UnitTwoTowers, unit_res_block, unit_scale, unit_transformer_layer)
@@ -499,7 +500,7 @@ def unit_towers(seed=0): return unit_scale(two_towers(seed), constraint='none', 
 def unit_contrastive(z, y): return U.scaled(contrastive(z, y), 1., z.numel()/(z.shape[1] - 1)**.5)
 
 
-def pairs(): return next(iter(toys.batches(toys.captions(), 256, 1)))
+def pairs(): return next(iter(toys.batches(captions(), 256, 1)))
 
 
 @pytest.mark.parametrize('name', TOYS)
