@@ -1,4 +1,4 @@
-"""What a mean over many tokens does to a GPT in FP16: the loss after 100 steps (chapters 07 and 10)
+"""Does a mean over many tokens keep a GPT from learning in FP16? (chapters 07 and 10)
 
 The loss of a step is a mean over its tokens, so each token's gradient is smaller the more there are. To try half a million
 tokens in seconds, all micro-batches of a step are here one and the same: their gradients are equal, so a step needs one of

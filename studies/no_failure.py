@@ -1,4 +1,4 @@
-"""What does not fail: six trainings in FP16 without a loss scale, beside FP32 (chapter 03)
+"""What does not fail? Six trainings in FP16 without a loss scale, beside FP32 (chapter 03)
 
 In the rows in FP16 both passes run in half precision, weights and optimizer in FP32. The score says how good the net is in
 the end, the higher the better.
