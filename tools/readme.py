@@ -31,9 +31,12 @@ def with_table(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> str: # the same text with a current table
     "Put the current table of chapters in the place of the old one"
-    lines = [json.dumps(line + '\n', ensure_ascii=False) for line in chapter_table(nbs).splitlines()]
-    old = r'(?:^ *"\|.*\|\\n",\n)+(?= *"\\n",\n *"## Five paths)'
-    return re.sub(old, lambda m: ''.join(f'    {line},\n' for line in lines), text, flags=re.M)
+    nb = json.loads(text)
+    for c in nb['cells']:
+        source = ''.join(c['source'])
+        if not source.startswith('## The chapters'): continue
+        c['source'] = re.sub(r'(^\|.*\n?)+', lambda m: chapter_table(nbs), source, flags=re.M).splitlines(True)
+    return json.dumps(nb, indent=1, ensure_ascii=False) + '\n'
 
 
 def output_text(
