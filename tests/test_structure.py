@@ -332,6 +332,12 @@ def test_readme_is_current():
     assert readme_current(), 'README.md is not what nbs/index.ipynb says: make readme'
 
 
+def test_the_table_of_chapters_has_a_cell_of_its_own():
+    cells = json.loads((ROOT/'nbs/index.ipynb').read_text(encoding='utf-8'))['cells']
+    own, = [''.join(c['source']) for c in cells if '## The chapters' in ''.join(c['source'])]
+    assert own.startswith('## The chapters') and own.count('\n## ') == 0, 'the first page puts a list of runs in its place'
+
+
 def test_readme_names_every_chapter_and_command():
     text = (ROOT/'README.md').read_text(encoding='utf-8')
     for p in CHAPTERS: assert f'nbs/{p.name}' in text, f'{p.name} is missing in the chapter table'
