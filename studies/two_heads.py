@@ -1,7 +1,10 @@
 """Does FP16 keep a second head, whose loss has a small weight, from learning? (README, chapters 03, 04, 10 and 14)
 
-A row is a way to train the net that reads a digit and draws it, with Adam, 150 steps of 256 digits.
+A row is a way to train the net that reads a digit and draws it, with Adam, 150 steps of 256 digits. The drawing's
+loss has a weight of .01; in the row *weight 1* it has a weight of 1.
 """
+from functools import partial
+
 import torch
 
 from mpcourse.scaler import StaticScaler
@@ -10,7 +13,8 @@ from mpcourse.tensorcore import fast_half
 from mpcourse.toys import batches, drawings, fit, heads_loss, heads_score, plain_step, two_heads
 
 STEPS = {'FP32': lambda: plain_step, 'FP16, scale 1': lambda: MixedStep(StaticScaler(1.)),
-         'FP16, scale 2^12': lambda: MixedStep(StaticScaler(2.**12)), 'FP32, only the flush': lambda: plain_step}
+         'FP16, scale 2^12': lambda: MixedStep(StaticScaler(2.**12)), 'FP32, only the flush': lambda: plain_step,
+         'FP16, scale 1, weight 1': lambda: MixedStep(StaticScaler(1.))}
 TARGETS = {'FP16, measured': 2.**10, 'FP16, measured, no headroom': 2.**15}
 ROWS = [*STEPS, *TARGETS]
 SEEDS = range(10)
@@ -32,13 +36,14 @@ def flush_gradients(model):
 def run(row, seed):
     "Drawing error, accuracy on new digits, mean of the last 20 losses, skipped steps"
     data, model = drawings(), two_heads(seed)
+    loss_func = partial(heads_loss, weight=1. if 'weight 1' in row else .01)
     if row == 'FP32, only the flush': flush_gradients(model)
     if row in TARGETS:
         first = next(batches(data, 256, 1, seed))
-        step = MixedStep(StaticScaler.measured(model, first, heads_loss, TARGETS[row]))
+        step = MixedStep(StaticScaler.measured(model, first, loss_func, TARGETS[row]))
     else: step = STEPS[row]()
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
-    with fast_half(): history = fit(model, batches(data, 256, 150, seed), opt, heads_loss, step)
+    with fast_half(): history = fit(model, batches(data, 256, 150, seed), opt, loss_func, step)
     accuracy, error = heads_score(model, data)
     return dict(error=error, accuracy=accuracy, loss=sum(history['loss'][-20:])/20, skipped=sum(history.get('skipped', [0])))
 
