@@ -7,9 +7,9 @@ __all__ = ['KIND', 'fcntl', 'MISPLACED', 'FORMAT', 'RECORDED', 'COUNTED', 'CONTA
            'set_random_states', 'plain', 'from_plain', 'beside', 'move', 'write_whole', 'refuse_stateless',
            'save_training_state', 'read_training_state', 'load_training_state', 'numbers_of', 'set_numbers',
            'unreadable', 'warn_lost', 'fit_state', 'set_fit_state', 'order_states', 'set_order_states', 'rest_of_epoch',
-           'fit_arguments', 'refuse_bad_place', 'refuse_other_fit', 'rank_file', 'rename_together', 'agree', 'trains',
-           'save_fit', 'load_fit', 'fit_file', 'remove_later', 'complete', 'pass_over', 'hold', 'script_at',
-           'CheckpointCB']
+           'fit_arguments', 'refuse_bad_place', 'refuse_other_fit', 'rank_file', 'rename_together',
+           'choose_common_step', 'save_fit', 'load_fit', 'fit_file', 'remove_later', 'complete', 'pass_over', 'claim',
+           'script_at', 'CheckpointCB']
 
 # %% ../nbs/13_checkpoint.ipynb #2b08830d
 import atexit, os, pickle, random, shutil, sys, warnings, zipfile
@@ -28,7 +28,7 @@ from fastai.callback.tracker import EarlyStoppingCallback
 from torch import nn, Tensor
 from torch.utils._pytree import tree_leaves
 
-from .callback import MixedPrecisionCB, in_fit
+from .callback import MixedPrecisionCB, is_training
 from .master import group_params, inner_optimizer
 
 # %% ../nbs/13_checkpoint.ipynb #94551c98
@@ -405,13 +405,13 @@ def set_order_states(
 def rest_of_epoch(
     learn:Learner, # whose `all_batches` this replaces, once
     done:int, # batches that were trained on
-    arrive, # called before the next batch is drawn
+    restore, # called before the next batch is drawn
 ):
     "Draw the batches that are done, and train on the others"
     del vars(learn)['all_batches']
     learn.n_iter, batches = len(learn.dl), iter(learn.dl)
     for _ in range(done): next(batches)
-    arrive()
+    restore()
     for i, b in enumerate(batches, done): learn.one_batch(i, b)
 
 # %% ../nbs/13_checkpoint.ipynb #5223f486
@@ -463,7 +463,7 @@ def rename_together(
     dist.barrier()
     move(_next(file), file)
 
-def agree(
+def choose_common_step(
     file:Path, # of this rank
 ):
     "After a kill between two renames: all ranks take the newest step that each of them has"
@@ -478,13 +478,6 @@ def agree(
                          "the others', or give another path. Nothing was loaded.")
     if mine[0] != newest: move(_next(file), file)
     _next(file).unlink(missing_ok=True)
-
-# %% ../nbs/13_checkpoint.ipynb #c13a0043
-def trains(
-    learn:Learner, # which runs
-)->bool:
-    "Is this a fit, and neither a validation nor an lr_find?"
-    return in_fit(learn) and not hasattr(learn, 'lr_finder')
 
 # %% ../nbs/13_checkpoint.ipynb #c13a0044
 def save_fit(
@@ -546,7 +539,7 @@ def pass_over(
 # %% ../nbs/13_checkpoint.ipynb #c13a0069
 def _lock_of(path): return path.with_name(f'.{path.name}.lock')
 
-def hold(
+def claim(
     path:Path, # of a checkpoint
 ):
     "From now on only this process writes it; BlockingIOError if another one does"
@@ -565,7 +558,7 @@ def hold(
 class _Script:
     "What this process does at one path: its complete fits, and whether another one has begun"
     def __init__(self, path):
-        hold(path)
+        claim(path)
         self.files, self.begun = [], False
 
 _scripts = {} # (process, path) -> its _Script
@@ -599,16 +592,16 @@ class CheckpointCB(Callback):
         if type(every) is not int or every < 1:
             raise ValueError(f'A checkpoint every {every} steps cannot be: give a number from 1.')
         self.path, self.every, self.resume = Path(path).resolve(), every, resume
-        self.saved, self.asleep = None, []
+        self.saved, self.disabled_cbs = None, []
 
     def before_fit(self):
         "Is there something to go on from?"
-        if not trains(self.learn): return
+        if not is_training(self.learn): return
         path, self.saved, self.before, self.last, self.epochs = rank_file(self.path), None, None, 0, -1
         refuse_bad_place(path)
         self.script, self.arguments = script_at(path), fit_arguments(self.learn)
         self.file, self.script.begun = fit_file(path, len(self.script.files)), True
-        if self.resume and _several(): agree(self.file)
+        if self.resume and _several(): choose_common_step(self.file)
         if self.resume and self.file.exists():
             refuse_other_fit(self.file, self.arguments)
             self.saved = load_fit(self.file, self.learn)
@@ -618,20 +611,20 @@ class CheckpointCB(Callback):
 
     def before_epoch(self):
         "Pass over complete epochs; nobody else is called in them"
-        if self.saved is None or not trains(self.learn): return
+        if self.saved is None or not is_training(self.learn): return
         if self.learn.epoch == self.saved['epoch']:
-            rest = partial(rest_of_epoch, self.learn, self.saved['iter'] + 1, self.arrive)
+            rest = partial(rest_of_epoch, self.learn, self.saved['iter'] + 1, self.restore)
             vars(self.learn)['all_batches'] = rest
         else:
-            self.asleep = [cb for cb in self.learn.cbs if cb.run and cb is not self]
-            for cb in self.asleep: cb.run = False
+            self.disabled_cbs = [cb for cb in self.learn.cbs if cb.run and cb is not self]
+            for cb in self.disabled_cbs: cb.run = False
             raise CancelEpochException
 
     def after_epoch(self):
         "The others are called again"
-        for cb in self.asleep: cb.run = True
-        self.asleep = []
-        if trains(self.learn): self.epochs = self.learn.epoch
+        for cb in self.disabled_cbs: cb.run = True
+        self.disabled_cbs = []
+        if is_training(self.learn): self.epochs = self.learn.epoch
 
     def before_train(self):
         "Remember from which states this epoch's order is drawn"
@@ -639,7 +632,7 @@ class CheckpointCB(Callback):
         self.order_now = order_states(self.learn)
         if self.before is None: self.before = unreadable(self.learn)
 
-    def arrive(self):
+    def restore(self):
         "All is as it was when the checkpoint was written"
         state, self.saved = load_fit(self.file, self.learn), None
         set_fit_state(self.learn, state)
@@ -647,23 +640,23 @@ class CheckpointCB(Callback):
 
     def before_batch(self):
         "Is it a whole step? Not within an accumulation"
-        self.whole = False
+        self.step_done = False
 
     def after_step(self):
         "It is"
-        self.whole = True
+        self.step_done = True
 
     def after_batch(self):
         "Save, after whole steps"
         due = self.learn.train_iter//self.every > self.last//self.every
-        if not (self.learn.training and self.whole and due and trains(self.learn)): return
+        if not (self.learn.training and self.step_done and due and is_training(self.learn)): return
         warn_lost(self.learn, self.before)
         save_fit(self.file, self.learn, arguments=self.arguments, order=self.order_now, done=False)
         self.last = self.learn.train_iter
 
     def after_fit(self):
         "If it is complete, keep its final state until the script ends"
-        if not trains(self.learn): return
+        if not is_training(self.learn): return
         passed = self.saved is not None and self.saved['done']
         if passed: warnings.warn(f'{self.file} holds the end of this fit, which is passed over: '
                                  'remove it to train anew.')

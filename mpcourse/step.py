@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['named_gradients', 'unscale_', 'grad_statistic', 'KeptBuffers', 'StepOutcome', 'deciding_ranks', 'GradStats',
-           'skips_itself', 'judged', 'take_step', 'refuse_untrainable', 'MixedStep']
+           'skips_itself', 'guarded_step', 'take_step', 'refuse_untrainable', 'MixedStep']
 
 # %% ../nbs/11_step.ipynb #537570a5
 import warnings
@@ -258,7 +258,7 @@ def skips_itself(
     return all(b is not None for b in started)
 
 @contextmanager
-def judged(
+def guarded_step(
     opt, # a torch or fastai optimizer
     outcome:StepOutcome, # of the step
 ): # a context: may `opt.step()` be called?
@@ -277,7 +277,7 @@ def take_step(
     outcome:StepOutcome, # of the step
 ):
     "Step, or skip: on the device where the optimizer is fused, else after one look from the host"
-    with judged(opt, outcome) as go:
+    with guarded_step(opt, outcome) as go:
         if go: opt.step()
 
 # %% ../nbs/11_step.ipynb #ef34b64d
@@ -349,7 +349,7 @@ class MixedStep:
         "After the backward pass: unscale, decide, clip, step or skip"
         self.stats.unscale_(named_gradients(opt, model))
         self.outcome = self.stats.decide()
-        with judged(opt, self.outcome) as go:
+        with guarded_step(opt, self.outcome) as go:
             if go and self.clip: nn.utils.clip_grad_norm_(sum(group_params(opt), []), self.clip)
             if go: opt.step()
         return dict(loss=loss, scale=self.outcome.scale, skipped=self.outcome.found_inf > 0)

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (_disable_current_modes, _get_current_dispatch_mode_stack as _modes,
                                           _pop_mode, _push_mode, TorchDispatchMode)
 
-from .callback import ContextCB, valid_scheme, in_fit, MixedPrecisionCB, SCHEME_DTYPES
+from .callback import ContextCB, valid_scheme, is_training, MixedPrecisionCB, SCHEME_DTYPES
 from .emulate import emulate, exact_loss, op_kind
 from .emulate import changed_args
 from .tensorcore import open_op, fast_half
@@ -673,7 +673,7 @@ class MonitorCB(ContextCB):
     @property
     def idle(self)->bool:
         "Is this no training (an lr_find, a validation)?"
-        return hasattr(self.learn, 'lr_finder') or not in_fit(self.learn)
+        return hasattr(self.learn, 'lr_finder') or not is_training(self.learn)
 
     def before_fit(self):
         "A collector for the model; that of an earlier fit goes on"
