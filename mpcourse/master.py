@@ -7,7 +7,7 @@ __all__ = ['group_params', 'get_master', 'to_master_grads', 'to_model_params', '
            'HalfForward', 'FP32Forward', 'HalfWeights']
 
 # %% ../nbs/09_master.ipynb #a8a6261c
-import copy, warnings
+import warnings
 from contextlib import contextmanager
 from functools import partial
 
@@ -87,45 +87,16 @@ def _set_groups(opt, groups):
         for g, ps in zip(opt.param_groups, groups): g['params'] = list(ps)
     else: opt.param_lists = type(opt.param_lists)([type(old)(ps) for old, ps in zip(opt.param_lists, groups)])
 
-def _per_weight(key, v, p):
-    "Is this state one number per weight?"
-    return key != 'step' and isinstance(v, Tensor) and v.shape == p.shape
-
-# %% ../nbs/09_master.ipynb #2ec53524
-#| code-fold: true
-def _joined(opt, ps, flat):
-    "The state of a master from those of its parameters: numbers per weight in FP32, all else the same for all"
-    states, out = [opt.state.get(p, {}) for p in ps], {}
-    for k in dict.fromkeys(k for s in states for k in s):
-        vs = [s.get(k) for s in states]
-        if all(_per_weight(k, v, p) for v, p in zip(vs, ps)):
-            out[k] = _flatten_dense_tensors([_wide(v) for v in vs]) if flat else _wide(vs[0])
-        elif len(set(map(str, vs))) == 1: out[k] = vs[0]
-        else: raise ValueError(f'A flat master has one state, and its parameters differ in {k!r}: take flat=False.')
-    return out
-
-def _parted(state, m, ps, flat):
-    "The states of the parameters from that of their master"
-    if not flat: return [state]
-    out = [{} for _ in ps]
-    for k, v in state.items():
-        if _per_weight(k, v, m): parts = [t.clone() for t in _unflatten_dense_tensors(v, ps)]
-        else: parts = [copy.deepcopy(v) for _ in ps]
-        for s, part in zip(out, parts): s[k] = part
-    return out
-
 # %% ../nbs/09_master.ipynb #f0992571
 class MasterHandle:
     "What `use_master` returns: `remove()` gives the optimizer its own parameters back, with the state of the masters"
-    def __init__(self, opt, before, pairs, flat):
-        self.opt, self.before, self.pairs, self.flat = opt, before, pairs, flat
+    def __init__(self, opt, before, pairs): self.opt, self.before, self.pairs = opt, before, pairs
 
     def remove(self):
         "The optimizer's own parameters come back, and the state with them; a second call does nothing"
         if self.pairs: _set_groups(self.opt, self.before)
-        for ps, m in self.pairs:
-            state = self.opt.state.pop(m, None)
-            if state: self.opt.state.update(zip(ps, _parted(state, m, ps, self.flat)))
+        for p, m in self.pairs:
+            if m in self.opt.state: self.opt.state[p] = self.opt.state.pop(m)
         self.pairs = []
 
     def __enter__(self): return self
@@ -135,24 +106,19 @@ class MasterHandle:
 def use_master(
     opt, # an optimizer of torch's or fastai's kind, on the model's parameters
     model_groups:list, # from `get_master`
-    master_groups:list, # their masters
-    flat:bool=False, # as in `get_master`
+    master_groups:list, # their masters, one for each parameter
 )->MasterHandle: # with `remove()`; also a context manager
     "Let an optimizer move the masters: parameters are exchanged in their groups, state goes along"
     opt, pairs = inner_optimizer(opt), []
-    for ps, ms in zip(model_groups, master_groups, strict=True):
-        pairs += [(ps, ms[0])] if flat and ms else [([p], m) for p, m in zip(ps, ms, strict=True)]
-    before, swap = group_params(opt), {id(p): [] for ps, _ in pairs for p in ps}
-    if swap.keys() - {id(p) for g in before for p in g}:
+    for ps, ms in zip(model_groups, master_groups, strict=True): pairs += zip(ps, ms, strict=True)
+    before, master_of = group_params(opt), {id(p): m for p, m in pairs}
+    if master_of.keys() - {id(p) for g in before for p in g}:
         raise ValueError('The optimizer does not hold these parameters: it was built on others, or has masters by now.')
-    states = [_joined(opt, ps, flat) for ps, _ in pairs]
-    for (ps, m), state in zip(pairs, states):
-        for p in ps: opt.state.pop(p, None)
-        if state: opt.state[m] = state
-        swap[id(ps[0])].append(m)
-    def exchanged(g): return [q for p in g for q in swap.get(id(p), [p])]
-    _set_groups(opt, map(exchanged, before))
-    return MasterHandle(opt, before, pairs, flat)
+    for p, m in pairs:
+        state = opt.state.pop(p, {})
+        if state: opt.state[m] = {k: _wide(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+    _set_groups(opt, [[master_of.get(id(p), p) for p in g] for g in before])
+    return MasterHandle(opt, before, pairs)
 
 # %% ../nbs/09_master.ipynb #3984b77e
 class HalfForward(WrappedForward):

@@ -176,9 +176,9 @@ class Ref:
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**16), widths=st.lists(st.integers(1, 9), min_size=2, max_size=4), k=st.integers(-4, 16), flat=st.booleans(),
+@given(seed=st.integers(0, 2**16), widths=st.lists(st.integers(1, 9), min_size=2, max_size=4), k=st.integers(-4, 16),
        norm=st.booleans(), kind=st.sampled_from(KINDS))
-def test_master_update_is_that_of_float64(seed, widths, k, flat, norm, kind):
+def test_master_update_is_that_of_float64(seed, widths, k, norm, kind):
     torch.manual_seed(seed)
     layers = [l for a,b in zip(widths, widths[1:]) for l in [nn.Linear(a, b)] + [nn.LayerNorm(b)]*norm + [nn.Tanh()]]
     net, x = nn.Sequential(*layers), torch.randn(6, widths[0]).half()
@@ -187,20 +187,20 @@ def test_master_update_is_that_of_float64(seed, widths, k, flat, norm, kind):
            'adamw': lambda ps: torch.optim.AdamW(ps, lr=lr, weight_decay=wd),
            'fastai sgd': lambda ps: fastai.SGD(ps, lr=lr, mom=.9, wd=wd), 'fastai adam': lambda ps: fastai.Adam(ps, lr=lr, wd=wd)}[kind](list(net.parameters()))
     refs = [Ref(p.detach(), lr, wd, **(dict(betas=(.9, .99), eps=1e-5) if kind == 'fastai adam' else {})) for p in net.parameters()]
-    ps, ms = get_master(opt, flat)
+    ps, ms = get_master(opt)
     model_to_half(net)
-    use_master(opt, ps, ms, flat)
+    use_master(opt, ps, ms)
     for _ in range(4):
         net.zero_grad()
         with fast_half(): (net(x).float().square().mean()*2.**k).backward()
         assume(all(p.grad.isfinite().all() for p in net.parameters()))      # overflow is chapter 08's
-        to_master_grads(ps, ms, 2.**-k, flat)
+        to_master_grads(ps, ms, 2.**-k)
         for r,p in zip(refs, net.parameters()):
             g = p.grad.double()*2.**-k
             (r.sgd if 'sgd' in kind else r.adam)(g, kind not in ('sgd', 'adam'))
         opt.step()
-        to_model_params(ps, ms, flat)
-        for r,p,m in zip(refs, ps[0], M._unflatten_dense_tensors(ms[0][0], ps[0]) if flat else ms[0]):
+        to_model_params(ps, ms)
+        for r,p,m in zip(refs, ps[0], ms[0]):
             off = (m.double() - r.w).abs()
             assert (off <= r.e).all(), f'{kind}: off by {off.max():.3g}, bound {r.e.max():.3g}'
             assert r.e.max() < 1e-4 and same_bits(p.data, m.data.to(p.dtype))
@@ -235,27 +235,26 @@ def plain_steps(net, opt, n):
         opt.step()
 
 
-def master_steps(net, opt, n, flat):
-    ps, ms = get_master(opt, flat)
-    handle = use_master(opt, ps, ms, flat)
+def master_steps(net, opt, n):
+    ps, ms = get_master(opt)
+    handle = use_master(opt, ps, ms)
     for _ in range(n):
         for p in net.parameters(): p.grad = None
         net(torch.randn(5, 8)).square().mean().backward()
-        to_master_grads(ps, ms, 1., flat)
+        to_master_grads(ps, ms)
         opt.step()
-        to_model_params(ps, ms, flat)
+        to_model_params(ps, ms)
     handle.remove()
     handle.remove()
 
 
 @every_opt
-@pytest.mark.parametrize('flat', [False, True])
-def test_state_moves_over_and_back(make, flat):
+def test_state_moves_over_and_back(make):
     "With masters and back, in the middle of a training: not a bit differs from the training without"
     a, b = small(), small()
     oa, ob = make_opt(make, a), make_opt(make, b)
     before = [[id(p) for p in g] for g in M.group_params(ob)]
-    for net,opt,mid in ((a, oa, plain_steps), (b, ob, lambda *args: master_steps(*args, flat))):
+    for net,opt,mid in ((a, oa, plain_steps), (b, ob, master_steps)):
         torch.manual_seed(1)
         plain_steps(net, opt, 3)
         mid(net, opt, 3)
@@ -276,7 +275,7 @@ def test_frozen_parameters_keep_their_place(make):
         assert [id(p) for p in M.group_params(opt)[1]][:2] == before[1][:2] and [len(g) for g in M.group_params(opt)] == [2, 4]
         raise_ = pytest.raises(ValueError, match='does not hold these parameters')
         with raise_: use_master(opt, [[nn.Parameter(torch.ones(1))], []], [[nn.Parameter(torch.ones(1))], []])
-    master_steps(net, opt, 2, False)
+    master_steps(net, opt, 2)
     assert [[id(p) for p in g] for g in M.group_params(opt)] == before and same_bits(net[1].weight.data, held)
 
 
@@ -286,18 +285,6 @@ def test_masters_are_handed_over_once():
     groups = get_master(opt)
     use_master(opt, *groups)
     with pytest.raises(ValueError, match='has masters by now'): use_master(opt, *groups)
-
-
-def test_a_flat_master_refuses_states_that_disagree():
-    net = small()
-    opt = make_opt('adam', net)
-    net(torch.randn(5, 8)).sum().backward()
-    net[0].bias.grad = None
-    opt.step()
-    ps, ms = get_master(opt, flat=True)
-    before, n = [[id(p) for p in g] for g in M.group_params(opt)], len(opt.state)
-    with pytest.raises(ValueError, match='differ in'): use_master(opt, ps, ms, flat=True)
-    assert [[id(p) for p in g] for g in M.group_params(opt)] == before and len(opt.state) == n
 
 
 def test_half_state_becomes_fp32():
