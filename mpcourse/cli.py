@@ -36,11 +36,11 @@ def storm_from(
 ): # a Trace
     "The storm that was asked for: made, written down, or recorded"
     from mpcourse.formats import parse_number
-    from mpcourse.simulator import hard_batches, load_trace, random_storm, script
+    from mpcourse.simulator import hard_batches, load_trace, random_storm, from_bits
     factor = parse_number(args.factor)
     if args.storm == 'hard': return hard_batches(args.bad, args.before, args.after, factor=factor)
     if args.storm == 'random': return random_storm(args.rate, args.steps, args.seed, factor=factor)
-    if set(args.storm) <= set('01 ') and args.storm.strip(): return script(args.storm, factor=factor)
+    if set(args.storm) <= set('01 ') and args.storm.strip(): return from_bits(args.storm, factor=factor)
     try: return load_trace(args.storm)
     except FileNotFoundError:
         raise RequestError(f'There is no storm {args.storm!r}: take hard, random, a script of 0 and 1, or the file '
@@ -66,9 +66,9 @@ def draw(
     "Plot a flight into a file; RequestError if that cannot be written"
     import matplotlib.pyplot as plt
     from mpcourse.plots import use_style
-    from mpcourse.simulator import plot_flight
+    from mpcourse.simulator import plot_result
     use_style()
-    fig = plot_flight(flight).figure
+    fig = plot_result(flight).figure
     try: fig.savefig(path)
     except OSError as e:
         raise RequestError(f'The plot cannot be written to {str(path)!r} ({e.strerror or e}): '

@@ -15,7 +15,7 @@ from mpcourse.dynamic import DynamicScaler
 from mpcourse.monitor import TensorCollector
 from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
-from mpcourse.simulator import fp32_step, spoil, spoil_batches
+from mpcourse.simulator import corrupt, fp32_step
 from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fast_half
 from mpcourse.toys import batches, fit, get_toy
@@ -48,6 +48,12 @@ def crew_step(name):
     return MixedStep(scaler, compute=partial(fast_half, how), clip=1.), scaler
 
 
+def corrupt_batches(batches, bad, seed):
+    "Batches, with pictures that are far too bright where it storms"
+    gen = torch.Generator().manual_seed(seed)
+    for i, (xb, yb) in enumerate(batches): yield (corrupt(xb, generator=gen) if i < len(bad) and bad[i] else xb), yb
+
+
 def looked_at(at=None):
     "When the collector looks: every 20 steps; with a storm every 10 around its beginning, and every 60"
     if at is None: return frozenset(range(0, 600, 20))
@@ -61,7 +67,7 @@ def clip_storm(crew, at=None, seed=0, toy='two_towers', steps=None):
     steps = steps or toy.steps
     bad = [at is not None and at <= i < at + 10 for i in range(steps)]
     model = toy.model(seed)
-    data = spoil_batches(batches(toy.data(), toy.bs, steps, seed), bad, spoil, seed)
+    data = corrupt_batches(batches(toy.data(), toy.bs, steps, seed), bad, seed)
     rows, opt = [], toy.opt(model.parameters())
     with TensorCollector(model, schedule=looked_at(at), kinds=('weight_grad',),
                          stats=('zeros', 'flushed', 'overflow'), scaler=scaler,

@@ -20,7 +20,7 @@ from mpcourse.half import cast
 from mpcourse.master import HalfWeights
 from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
-from mpcourse.simulator import spoil
+from mpcourse.simulator import corrupt
 from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fast_half
 from mpcourse.toys import batches, get_toy, predict, train_toy
@@ -105,9 +105,9 @@ def step_of(policy, seed, divide):
     return MixedStep((POLICIES | PUBLISHED)[policy](seed, divide), clip=clip)
 
 
-def in_storm(step, storm, seed):
+def in_storm(step, storm, seed, storms=STORMS):
     "The same step, with the storm's batches or gradients"
-    _, first, n, factor = STORMS[storm]
+    _, first, n, factor = storms[storm]
     number, gen = count(), torch.Generator().manual_seed(seed)
     def go(model, xb, yb, opt, loss_func):
         def louder(pred, y):
@@ -115,7 +115,7 @@ def in_storm(step, storm, seed):
             return loss_func(pred, y)
         if not first <= next(number) < first + n: return step(model, xb, yb, opt, loss_func)
         if factor: return step(model, xb, yb, opt, louder)
-        return step(model, spoil(xb, generator=gen), yb, opt, loss_func)
+        return step(model, corrupt(xb, generator=gen), yb, opt, loss_func)
     return go
 
 
