@@ -25,7 +25,7 @@ POLICIES = {'FP32': None, 'measured': 2.**10, 'measured, 2^13': 2.**13,
 KINDS = {'zero': (1000, 2e-3, (.9, .999)), 'hot': (1000, .03, (.9, .999)),
          'cold': (1000, 2e-3, (.9, .999)), 'cold, quick Adam': (1000, 2e-3, (.5, .9))}
 ROWS = [f'{kind}: {policy}' for kind in KINDS for policy in POLICIES]
-SEEDS = range(5)
+SEEDS = range(10)
 
 
 def few(device='cpu'):

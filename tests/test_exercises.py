@@ -364,9 +364,13 @@ WRONG = {
             return n""",
     # 21: NaN is not >= 2^13
     'check_steady': """
-        def steady(scale, grads):
-            top = torch.stack([g.abs().max() for g in grads]).max()
-            return torch.where(top >= 2**13, scale/2, torch.where(top >= 2**12, scale, scale*2))""",
+        def steady():
+            class Steady(LossScaler):
+                wants = 'found_inf', 'amax'
+                def next_scale(self, stats):
+                    top = stats['amax']
+                    return torch.where(top >= 2**13, self.scale/2, torch.where(top >= 2**12, self.scale, self.scale*2))
+            return Steady(1.)""",
     # 22: each layer's own factor, not the product
     'check_carried': 'lambda factors: factors',
     # 22: what is smaller than FP16's smallest number, though half of it is rounded up

@@ -208,7 +208,7 @@ def test_a_scaler_is_its_rule(name, found, window, k):
                                                 ('apex_hysteresis', dict(hysteresis=4), dict(hysteresis=4))])
 def test_other_numbers_too(name, mine, theirs):
     found, rule, s = random_found(1500, .12, 3), RULES[name][0], SimpleNamespace(**RULES[name][1] | dict(scale=2.**30))
-    if 'hysteresis' in mine: s.left = mine['hysteresis']
+    if 'hysteresis' in mine: s.patience = mine['hysteresis']
     got = scales(get_policy(name, init_scale=2.**30, growth_interval=5, **mine), found)
     want = []
     for f in found:
