@@ -1,4 +1,4 @@
-"""Which schemes train the net that fails on demand, and at what price? (chapter 28)
+"""Which schemes train the net that fails on demand, and at what price? (chapter 29)
 
 A row is a toy and one of `mpcourse.compare`'s schemes; the numbers are those of `measure_scheme`.
 """

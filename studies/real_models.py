@@ -139,7 +139,7 @@ def errors(model, x):
 
 def in_fp8(model):
     "The model in eight bits; recurrent nets, which compute in one piece, stay as they are, by name"
-    return simulate_fp8(model, skip=('net',) if isinstance(model, Recurrent) else ())
+    return simulate_fp8(model, keep=('net',) if isinstance(model, Recurrent) else ())
 
 
 def trained(step, model, x, y, steps=STEPS, opt=None):

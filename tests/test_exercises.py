@@ -449,6 +449,27 @@ WRONG = {
             return g @ w, g.T @ x""",
     # 27: looks at the whole rise instead of the steepest step
     'check_safe_margin': 'lambda amaxes: max(0, math.ceil(math.log2(max(amaxes)/amaxes[0])))',
+    # 27: leaves all three operands without a scale; names the operand with the lowest loss
+    'check_blame': ("""
+        def blame(train):
+            losses = {k: train(Recipe(g=Cast())) for k in 'xwg'}
+            return max(losses, key=losses.get)""", """
+        def blame(train):
+            good = Cast(scale=fp32_scale)
+            losses = {k: train(Recipe(**{**dict(x=good, w=good, g=good), k: Cast()})) for k in 'xwg'}
+            return min(losses, key=losses.get)"""),
+    # 28: forgets that e = 0 is subnormal; the bias of IEEE's smallest formats instead of 1
+    'check_decode': ('lambda c: (-1)**(c >> 3)*(1 + (c & 1)/2)*2**((c >> 1 & 3) - 1)', 'lambda c: (-1)**(c >> 3)*((c & 1)/2 if not c >> 1 & 3 else (1 + (c & 1)/2)*2**(c >> 1 & 3))'),
+    # 28: to nearest; a coin that is fair wherever x lies
+    'check_stochastic': ("lambda x: min((0., .5, 1., 1.5, 2., 3., 4., 6.), key=lambda v: abs(v - x))", """
+        def stochastic(x):
+            grid = (0., .5, 1., 1.5, 2., 3., 4., 6.)
+            low, high = max(v for v in grid if v <= x), min(v for v in grid if v >= x)
+            return high if torch.rand(()) < .5 else low"""),
+    # 28: a whole octave, which is rounding up; as much too little
+    'check_headroom': ('lambda amax, top, fmt: e8m0_floor(amax, top, fmt)*2', 'lambda amax, top, fmt: e8m0_floor(amax, top, fmt)*1.25'),
+    # 28: never says None; does not compare with the whole in four bits
+    'check_worth_keeping': ("lambda train, names: (train([]), min(names, key=lambda n: train([n])))[1]", "lambda train, names: min(names, key=lambda n: train([n]))"),
 }
 
 

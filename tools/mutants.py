@@ -224,10 +224,14 @@ M = [Mutant(*row) for row in (
     ('unit_models', 'p.div_((std := p.std()) + (std == 0))', 'pass', 6, 'unit'),
     ('unit_models', '    _check_known(model, known)\n', '', 6, 'unit'),
     # eight bits, and rounding
-    ('fp8', 's = top/amax.float()/2.**margin', 's = top/amax.float()*.75/2.**margin', 6, 'operands'),
-    ('fp8', 'self.scale.copy_(torch.where(seen, self.next_scale(), self.scale))', 'pass', 6, 'delayed'),
-    ('fp8', "backward: str = 'e5m2'", "backward: str = 'e4m3'", 6, 'operands'),
-    ('fp8', "if isinstance(m, _SEALED_LAYERS): raise", "if False: raise", 6, 'names'),
+    ('fp8', 'return amax/fmt.max', 'return amax/fmt.max*.75', 6, 'operands'),
+    ('fp8', 'self.history.copy_(torch.where(seen, later, self.history))', 'pass', 6, 'delayed'),
+    ('fp8', "Float8CurrentScaling', 'e5m2'", "Float8CurrentScaling', 'e4m3'", 6, 'operands'),
+    ('fp8', "if not stays and isinstance(m, _SEALED): raise", "if False: raise", 6, 'names'),
+    ('fp8', 'scale = scale.masked_fill(~amax.isfinite(), torch.nan)', 'pass', 'fp8', 'hidden'),
+    ('fp8', 'at = a.mT if ctx.reuse else r.x(turn(a.mT))', 'at = r.x(a).mT', 'fp8', 'along'),
+    ('fourbits', "return quantize((amax/fmt.max/one).clamp(min=e4m3.tiny), e4m3)*one", "return quantize((amax/fmt.max/one).clamp(min=e4m3.tiny), e4m3)", 'fourbits', 'scale'),
+    ('fourbits', "rounding='stochastic', tile=(1, 16)", "rounding='nearest', tile=(1, 16)", 'fourbits', 'recipe'),
     ('rounding', "if rounding == 'nearest': q = q.round_()", "if rounding == 'nearest': q = (q + .5).floor_()", 6, 'ties'),
     ('rounding', '.clamp(fmt.tiny, 2.**fmt.emax)', '.clamp(fmt.tiny/2, 2.**fmt.emax)', 6, 'ties'),
 )]

@@ -96,7 +96,7 @@ def test_half_is_a_dtype(dtype): refused(lambda: A.convert('half', nn.Linear(2, 
 def test_a_constraint_that_there_is_not(): refused(lambda: A.convert('unit', nn.Linear(2, 2), constraint='loose'), 'loose')
 def test_a_readout_that_there_is_not(): refused(lambda: A.convert('unit', nn.Sequential(nn.Linear(2, 2)), readout='7'), '7')
 def test_a_recipe_that_there_is_not(): refused(lambda: A.convert('fp8', nn.Linear(2, 2), 'hourly'), 'hourly')
-def test_a_skip_that_matches_nothing(): refused(lambda: A.convert('fp8', nn.Linear(2, 2), 'current', skip='heads'), 'heads')
+def test_a_skip_that_matches_nothing(): refused(lambda: A.convert('fp8', nn.Linear(2, 2), 'current', keep='heads'), 'heads')
 def test_a_format_that_there_is_not(): refused(lambda: A.convert('quantize', torch.ones(2), 'e99m1'), 99)
 @pytest.mark.parametrize('rounding', ('upwards', 3))
 def test_a_rounding_that_there_is_not(rounding): refused(lambda: A.convert('quantize', torch.ones(2), 'e4m3', rounding=rounding), rounding)

@@ -1,0 +1,44 @@
+"""Does the course's GPT train with every product in E4M3, and what cures it? (chapter 27)
+
+`char_lm` of chapter 03, 80 steps. The loss is the mean of the last ten. All three products of a layer take E4M3 operands.
+"""
+from mpcourse.fp8 import Cast, Recipe, fp32_scale, simulate_fp8
+from mpcourse.toys import batches, fit, get_toy
+
+ROWS = ['FP32', 'no scale', 'loss scale 2^16', 'a scale for each tensor']
+SEEDS = range(10)
+STEPS = 80
+
+
+def scaled_step(scale):
+    "A step with a loss scale, taken out of the gradients in FP32"
+    def step(model, xb, yb, opt, loss_func):
+        loss = loss_func(model(xb), yb)
+        opt.zero_grad()
+        (loss*scale).backward()
+        for p in model.parameters(): p.grad /= scale
+        opt.step()
+        return loss.detach()
+    return step
+
+
+def train(recipe, seed, scale=1., keep=()):
+    "Mean of the last ten training losses; recipe None is FP32"
+    toy = get_toy('char_lm')
+    model = toy.model(seed)
+    if recipe: model = simulate_fp8(model, recipe, keep)
+    data = batches(toy.data(), toy.bs, STEPS, seed)
+    losses = fit(model, data, toy.opt(model.parameters()), step=scaled_step(scale))['loss']
+    return dict(loss=sum(losses[-10:])/10)
+
+
+def run(row, seed):
+    "Mean of the last ten training losses"
+    if row == 'FP32': return train(None, seed)
+    how = {} if 'each' not in row else dict(scale=fp32_scale)
+    return train(Recipe(*[Cast('e4m3', **how) for _ in range(3)]), seed, 2.**16 if '2^16' in row else 1.)
+
+
+if __name__ == '__main__':
+    from runner import main
+    main(run, ROWS, SEEDS)
