@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {'1': 'promises/test_1_no_nan', '2': 'promises/test_2_fp32', '3': 'promises/test_3_resume', '4': 'promises/test_4_ranks',
          '5': 'promises/test_5_gradscaler', '6': 'promises/test_6_conversions', '7': 'promises/test_7_arguments',
-         **{n: f'test_{n}' for n in 'scaler step callback checkpoint dynamic policies gradscaler als layerwise accumulate distributed underflow'.split()}}    # a promise, or a chapter's own tests
+         **{n: f'test_{n}' for n in 'scaler step callback checkpoint dynamic policies gradscaler als layerwise accumulate distributed underflow fp8 fourbits'.split()}}    # a promise, or a chapter's own tests
 OTHERS = ('fastai.basics', 'fastai.callback.schedule', 'fastai.callback.fp16', 'fastai.callback.tracker', 'pandas', 'pytest',
           'sklearn.datasets', 'matplotlib.pyplot', 'torch._dynamo', 'torch.distributed', 'ipywidgets', 'scipy.special', 'hypothesis',
           'pytest_timeout', 'pytest_rerunfailures', 'pydoc_data.topics', 'unittest.mock')   # imported once, before all tests
@@ -230,8 +230,14 @@ M = [Mutant(*row) for row in (
     ('fp8', "if not stays and isinstance(m, _SEALED): raise", "if False: raise", 6, 'names'),
     ('fp8', 'scale = scale.masked_fill(~amax.isfinite(), torch.nan)', 'pass', 'fp8', 'hidden'),
     ('fp8', 'at = a.mT if ctx.reuse else r.x(turn(a.mT))', 'at = r.x(a).mT', 'fp8', 'along'),
+    ('fp8', 'exponent = exponent - (mantissa == .5).int()', 'exponent = exponent - 1', 'fp8', 'specifications'),
+    ('fp8', 'return cast.again if recomputed and', 'return cast.again if False and', 'fp8', 'checkpointing'),
+    ('fp8', "self.history = history.to(self.history.device)", 'pass', 'fp8', 'stay_single'),
+    ('fp8', 'if call is None or self.is_kept(): return', 'if call is None: return', 'fp8', 'kept'),
+    ('fp8', 'finally: running.pop()', 'finally: pass', 'fp8', 'interrupt'),
     ('fourbits', "return quantize((amax/fmt.max/one).clamp(min=e4m3.tiny), e4m3)*one", "return quantize((amax/fmt.max/one).clamp(min=e4m3.tiny), e4m3)", 'fourbits', 'scale'),
     ('fourbits', "rounding='stochastic', tile=(1, 16)", "rounding='nearest', tile=(1, 16)", 'fourbits', 'recipe'),
+    ('fourbits', 'return h/n**.5', 'return h/n', 'fourbits', 'rotated'),
     ('rounding', "if rounding == 'nearest': q = q.round_()", "if rounding == 'nearest': q = (q + .5).floor_()", 6, 'ties'),
     ('rounding', '.clamp(fmt.tiny, 2.**fmt.emax)', '.clamp(fmt.tiny/2, 2.**fmt.emax)', 6, 'ties'),
 )]
