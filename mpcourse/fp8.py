@@ -260,7 +260,7 @@ def fp8_linear(
     y = fp8_matmul(x, w.mT, recipe)
     return y if b is None else y + b.to(y.dtype)
 
-# %% ../nbs/27_fp8.ipynb #03319b14
+# %% ../nbs/27_fp8.ipynb #ffb21aeb
 #| code-fold: true
 class _Convolution(torch.autograd.Function):
     "A convolution without its bias; casts with one scale a tensor"
@@ -278,6 +278,8 @@ class _Convolution(torch.autograd.Function):
         with torch.enable_grad(): y = ctx.op(x8, w8)
         return *torch.autograd.grad(y, (x8, w8), ctx.g(g)), None, None
 
+def _share_scale(amax, top, fmt): return torch.full_like(amax, 2.**-fmt.emax)     # attention's shares lie in [0, 1]
+
 def fp8_attention(
     q:Tensor, k:Tensor, v:Tensor, # as for `F.scaled_dot_product_attention`
     attn_mask:Tensor=None, dropout_p:float=0., is_causal:bool=False, scale:float=None, enable_gqa:bool=False, # likewise
@@ -291,6 +293,7 @@ def fp8_attention(
     elif attn_mask is not None: scores = scores + attn_mask
     blind = (scores == -torch.inf).all(-1, keepdim=True)        # a query that sees nothing gets zeros, as torch's does
     share = scores.masked_fill(blind, 0.).softmax(-1).masked_fill(blind, 0.)
+    if recipe.x.scale is no_scale: recipe = replace(recipe, x=replace(recipe.x, scale=_share_scale))
     return fp8_matmul(F.dropout(share, dropout_p), v, recipe)
 
 # %% ../nbs/27_fp8.ipynb #1cb8c6a7

@@ -287,6 +287,12 @@ def test_grouped_queries_share_a_key():
     assert 0 < off(fp8_attention(q, k, v, enable_gqa=True), F.scaled_dot_product_attention(q, k, v, enable_gqa=True)) < .1
 
 
+def test_small_shares_of_attention_survive():
+    "One key in 2,048 has a share of 2^-11, which E4M3 flushes unless it is scaled; what lies in [0, 1] has a scale that is known"
+    q, v = torch.zeros(1, 4, 8), torch.ones(1, 2048, 8)
+    assert off(fp8_attention(q, r(1, 2048, 8)*0, v), torch.ones(1, 4, 8)) < 1e-3 and quantize(2.**-11, 'e4m3') == 0
+
+
 def test_a_query_that_sees_nothing_gets_zeros():
     q, k, v = (r(2, 3, 16, requires_grad=True) for _ in 'qkv')
     mask = torch.ones(3, 3, dtype=torch.bool)
