@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .dynamic import valid_number, valid_steps
 from .formats import fp16
-from .hooks import TensorHooks
+from .monitor import TensorHooks
 from .plots import CYCLE, figure_html, log2_axis, log2_hist, Log2Hist, plot_log2_hist
 from .scaler import LossScaler
 

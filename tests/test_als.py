@@ -11,7 +11,7 @@ from mpcourse.callback import MixedPrecisionCB, tensor_dls
 from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
 from mpcourse.gradscaler import GradScaler
-from mpcourse.hooks import TensorHooks
+from mpcourse.monitor import TensorHooks
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import GradStats, MixedStep, named_gradients, take_step
 from mpcourse.toys import batches, fit, get_toy, train_toy
