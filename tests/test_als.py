@@ -10,7 +10,7 @@ from mpcourse.callback import MixedPrecisionCB, tensor_dls
 from mpcourse.tensorcore import fast_half
 from mpcourse.formats import fp16, same_bits
 from mpcourse.gradscaler import GradScaler
-from mpcourse.hooks import TensorHooks
+from mpcourse.monitor import TensorHooks
 from mpcourse.learner import ALSViewCB
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import GradStats, MixedStep, named_gradients, take_step
