@@ -14,7 +14,7 @@ from mpcourse.monitor import TensorHooks
 from mpcourse.learner import ALSViewCB
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import GradStats, MixedStep, named_gradients, take_step
-from mpcourse.toys import batches, fit, get_toy, train_toy
+from mpcourse.toys import batches, get_toy, train_toy
 
 pytestmark = pytest.mark.library
 INF, NAN = math.inf, math.nan

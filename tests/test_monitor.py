@@ -1,5 +1,5 @@
 "The one hook mechanism, the statistics, the collector, its writers and the callback"
-import copy, gc, io, json, math, os, pickle, random, subprocess, sys, warnings, weakref
+import copy, gc, io, json, math, pickle, random, subprocess, sys, warnings, weakref
 
 import pytest
 import torch

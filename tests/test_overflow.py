@@ -1,5 +1,5 @@
 "Who was first to overflow; the warning, and what it does"
-import copy, warnings
+import copy
 
 import pytest, torch, torch.nn as nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes

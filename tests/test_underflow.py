@@ -7,13 +7,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as mod
 
 from mpcourse.emulate import emulate, exact_loss
 from mpcourse.failures import flushed
-from mpcourse.layerwise import LayerwiseScaler
 from mpcourse.monitor import TensorCollector, TensorHooks
 from mpcourse.plots import log2_hist
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
 from mpcourse.toys import batches, cross_entropy, get_toy, half_pass, plain_step
-from mpcourse.underflow import count_zeros, note_flushed, plot_ridges, plot_underflow, probe_flushed, share_table
+from mpcourse.underflow import note_flushed, plot_ridges, plot_underflow, probe_flushed, share_table
 
 pytestmark = pytest.mark.library
 H, B = torch.float16, torch.bfloat16
