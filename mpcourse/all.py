@@ -24,9 +24,9 @@ from .dynamic import *  # noqa: F403
 from .policies import *  # noqa: F403
 from .simulator import *  # noqa: F403
 from .gradscaler import *  # noqa: F403
-from .hooks import *  # noqa: F403
 from .monitor import *  # noqa: F403
 from .underflow import *  # noqa: F403
+from .overflow import *  # noqa: F403
 from .als import *  # noqa: F403
 from .layerwise import *  # noqa: F403
 from .accumulate import *  # noqa: F403
@@ -42,6 +42,6 @@ from .plots import *  # noqa: F403
 
 # %% ../nbs/93_all.ipynb #a27af561
 MODULES = '''formats rounding toys failures tensorcore emulate recipe half master scaler step callback
-             checkpoint dynamic policies simulator gradscaler hooks monitor underflow als layerwise
+             checkpoint dynamic policies simulator gradscaler monitor underflow overflow als layerwise
              accumulate distributed learner zoo unit unit_models fp8 fourbits compare plots'''.split()
 __all__ = [name for m in MODULES for name in sys.modules[f'mpcourse.{m}'].__all__]

@@ -12,7 +12,7 @@ from torch import nn
 
 from .dynamic import valid_number, valid_steps
 from .formats import fp16
-from .hooks import TensorHooks
+from .monitor import TensorHooks
 from .scaler import LossScaler
 
 # %% ../nbs/21_als.ipynb #21a50023

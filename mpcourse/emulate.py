@@ -12,7 +12,6 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .formats import get_format
 from .rounding import quantize
@@ -201,10 +200,7 @@ class emulate(exact):
     def _grid(self, x):
         if not (isinstance(x, Tensor) and x.dtype is torch.float32): return x
         if x.is_nested: raise ValueError('A nested tensor has no emulation: pad it, with nested.to_padded_tensor(0.).')
-        q = self._q(x)
-        for mode in _get_current_dispatch_mode_stack():
-            if hasattr(mode, 'rounded'): mode.rounded(x, q)        # a mode around this one that wants to know
-        return q
+        return self._q(x)
 
     def _rounded(self, func, args, kwargs, res):
         summing = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()   # autograd adds gradients

@@ -17,7 +17,7 @@ from torch import nn, Tensor
 from torch.utils._pytree import tree_leaves
 
 from .dynamic import valid_number, valid_steps
-from .hooks import OwnedHook
+from .monitor import OwnedHook
 from .scaler import LossScaler, StaticScaler
 from .step import KeptBuffers
 

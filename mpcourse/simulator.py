@@ -355,7 +355,8 @@ def replay(
     fmt='fp16', # of the backward pass
 )->Result:
     "Fly policies through a recorded or made storm"
-    if not isinstance(trace, Trace): raise ValueError(f'{trace!r} is no Trace: take hard_batches(), random_storm() or load_trace(path).')
+    if not isinstance(trace, Trace):
+        raise ValueError(f'{trace!r} is no Trace: take hard_batches(), random_storm() or load_trace(path).')
     if start is not None: valid_scale(start, 2.**-126)
     named, n = named_policies(policies), len(trace)
     plain = [p for p in RULES if p != 'logmax']                              # who needs no magnitudes

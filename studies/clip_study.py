@@ -2,6 +2,8 @@
 
 A row is a policy (a crew) and the step at which ten bad batches begin; a collector looks at the gradients.
 The small CNN flies through the same storm. Learnt: the loss ends below 1.5 (the CNN's below .1).
+`warned` is the rule of seed 003: the mean flushed share of the weights' gradients is 10 %, or 5 % and rising. (The stored
+shares are from a count of each operation as it ran; the replay of this script gives the same verdicts, step by step.)
 """
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +21,7 @@ from mpcourse.simulator import corrupt, fp32_step
 from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fast_half
 from mpcourse.toys import batches, fit, get_toy
-from mpcourse.underflow import count_flushed, trend_of, underflow_rates
+from mpcourse.underflow import note_flushed, share_table
 
 
 def grow(start=2.**16, interval=2000, **kw):
@@ -69,22 +71,26 @@ def clip_storm(crew, at=None, seed=0, toy='two_towers', steps=None):
     model = toy.model(seed)
     data = corrupt_batches(batches(toy.data(), toy.bs, steps, seed), bad, seed)
     rows, opt = [], toy.opt(model.parameters())
-    with TensorCollector(model, schedule=looked_at(at), kinds=('weight_grad',),
-                         stats=('zeros', 'flushed', 'overflow'), scaler=scaler,
-                         flush=None if scaler is None else count_flushed()) as c:
+    def probed(model, xb, yb, opt, loss_func):
+        if scaler is not None: note_flushed(c, (xb, yb), loss_func, dtype=step.dtype, compute=step.compute)
+        return step(model, xb, yb, opt, loss_func)
+    with TensorCollector(model, looked_at(at).__contains__, 'weight_grad', stats=('zeros', 'overflow'), scaler=scaler) as c:
         def look(i, rec):
             c.step()
             rows.append({k: float(rec[k]) for k in ('loss', 'scale', 'skipped')})
-        fit(model, data, opt, lambda p, y: toy.loss_func(p, y)/divide, step, toy.schedule(toy.steps), look)
-    return c.frame(), {k: [r[k]*(divide if k == 'loss' else 1) for r in rows] for k in rows[0]}
+        fit(model, data, opt, lambda p, y: toy.loss_func(p, y)/divide, probed, toy.schedule(toy.steps), look)
+    frame = c.frame()
+    return frame if 'flushed' in frame else frame.assign(flushed=nan), {k: [r[k]*(divide if k == 'loss' else 1) for r in rows] for k in rows[0]}
 
 
-def first_warning(frame, window=30):
-    "The step at which chapter 20's verdict would first have been 'warn'; NaN if it never was"
-    rates = underflow_rates(frame).mean(axis=1)
+def first_warning(frame, window=30, low=.01, high=.05):
+    "The step at which seed 003's rule would first have warned; NaN if it never did"
+    rates = share_table(frame).mean(axis=1)
     for n in range(3, len(rates) + 1):
-        verdict = trend_of(rates.to_numpy()[max(0, n - window):n], .01, .05)[0]
-        if verdict == 'warn': return float(rates.index[n - 1])
+        some = rates.to_numpy()[max(0, n - window):n]
+        third = -(-len(some)//3)
+        late = some[-third:].mean()
+        if late >= 2*high or late >= high and late - some[:third].mean() > low: return float(rates.index[n - 1])
     return nan
 
 

@@ -10,11 +10,11 @@ from mpcourse.callback import MixedPrecisionCB, tensor_dls
 from mpcourse.tensorcore import fast_half
 from mpcourse.formats import fp16, same_bits
 from mpcourse.gradscaler import GradScaler
-from mpcourse.hooks import TensorHooks
+from mpcourse.monitor import TensorHooks
 from mpcourse.learner import ALSViewCB
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import GradStats, MixedStep, named_gradients, take_step
-from mpcourse.toys import batches, fit, get_toy, train_toy
+from mpcourse.toys import batches, get_toy, train_toy
 
 pytestmark = pytest.mark.library
 INF, NAN = math.inf, math.nan

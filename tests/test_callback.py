@@ -293,7 +293,7 @@ def ours(name, path):
     from mpcourse.als import ALSScaler
     from mpcourse.learner import ALSViewCB, RunningMeanCB
     from mpcourse.checkpoint import CheckpointCB
-    from mpcourse.underflow import MonitorCB
+    from mpcourse.learner import MonitorCB
     make = dict(monitor=MonitorCB, checkpoint=partial(CheckpointCB, path/'x.ckpt', every=1), mean=partial(RunningMeanCB, 8), view=partial(ALSViewCB, 1))
     return learner(mixed=ALSScaler(2.**8, activations=False) if name == 'view' else 2.**8), make[name]()
 

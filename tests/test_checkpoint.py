@@ -15,7 +15,7 @@ from mpcourse import checkpoint
 from mpcourse.checkpoint import CheckpointCB, load_training_state, read_training_state, save_training_state, write_whole
 from mpcourse.master import HalfWeights
 from mpcourse.scaler import StaticScaler
-from mpcourse.underflow import MonitorCB
+from mpcourse.learner import MonitorCB
 from test_callback import At, Climber, assert_clean, at_iter, ctrl_c, fit, inf_grad, learner, same, seed_all, tree, whole
 
 pytestmark = pytest.mark.library

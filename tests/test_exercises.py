@@ -320,17 +320,36 @@ WRONG = {
                 else: good += 1
                 if good == interval: k, good = k + 1, 0
             return k""",
-    # 20: sums the squares in half precision, where they overflow or underflow
+    # 18: sums the squares in half precision, where they overflow or underflow
     'check_true_norm': 'lambda grads, scale: (torch.cat([g.flatten() for g in grads])/scale).norm().item()',
-    # 20: one bad collection is enough for it
+    # 18: one bad collection is enough for it
     'check_alarm': """
-        def Alarm(limit):
-            from types import SimpleNamespace
-            names = []
-            def write(step, rows, hists):
-                names[:] = sorted({*names, *(r['name'] for r in rows if r['kind'] == 'weight_grad' and r['zeros'] > limit)})
-            return SimpleNamespace(names=names, write=write, close=lambda: None)""",
-    # 20: takes each rounding's own losses for what is missing
+        def alarm(limit):
+            def write(step, rows):
+                write.names = sorted({*write.names, *(r['name'] for r in rows if r['kind'] == 'weight_grad' and r['zeros'] > limit)})
+            write.names = []
+            return write""",
+    # 18: looks at the last record in every step, also where nothing was collected
+    'check_rescue': """
+        def rescue(step, collector):
+            if (collector.frame(1).zeros > .99).any(): step.scaler.scale *= 16""",
+    # 19: a share of all entries; counts zeros that were there
+    'check_lost_share_of': ('lambda before, after: ((after == 0) & (before != 0)).float().mean().item()', 'lambda before, after: (after == 0).float().mean().item()'),
+    # 19: chooses once, and too late in the list
+    'check_train_probed': """
+        def train_probed(model, opt, data):
+            from mpcourse.toys import half_pass, heads_loss
+            for batch in data: half_pass(torch.float16, 2.**12)(model, *batch, opt, heads_loss)
+            return [2.**12]""",
+    # 20: NaN is not None
+    'check_judge': 'lambda warned, harmed: (sum(w is not None and h for w, h in zip(warned, harmed)), sum(w is not None and not h for w, h in zip(warned, harmed)))',
+    # 20: changes the scale without a look
+    'check_train_warned': """
+        def train_warned(model, opt, data, loss_func):
+            from mpcourse.toys import half_pass
+            for batch in data: half_pass(torch.float16, 2.**12)(model, *batch, opt, loss_func)
+            return 0""",
+    # 19: takes each rounding's own losses for what is missing
     'check_two_counts': """
         def two_counts(g, ws):
             from mpcourse.underflow import count_zeros
@@ -414,15 +433,8 @@ WRONG = {
         def clip_together(params, max_norm): torch.nn.utils.clip_grad_norm_(params, max_norm)
     """,
     'check_sum_factors': 'lambda n: (n**-.5, n**-.5)',
-    # 25: takes the rows' correlation for that of their products
-    'check_alike_factor': 'lambda b, rho: (b*(1 + (b - 1)*rho))**-.5',
-    # 25: the root mean square, in which the mean counts
-    'check_dice_factors': """
-        def dice_factors(f):
-            z = torch.randn(2**20, dtype=torch.float64, requires_grad=True)
-            y = f(z)
-            slope, = torch.autograd.grad(y.sum(), z)
-            return 1/y.square().mean().sqrt().item(), 1/slope.square().mean().sqrt().item()""",
+    # 25: forgets that V - 1 of V entries of a row are small
+    'check_logit_constant': 'lambda loss_func, n, v: float(n)',
     # 25: each input has its own factor backward
     'check_unit_glu': """
         def unit_glu(x, gate):

@@ -1,6 +1,5 @@
 """Traces against real casts and real observations, storms, and replays against the scalers themselves."""
 import copy, json, math
-from dataclasses import replace
 from functools import partial
 
 import pytest, torch
@@ -12,10 +11,10 @@ from mpcourse.plots import log2_hist
 from mpcourse.policies import POLICIES, RULES, follow_rule, get_policy
 from mpcourse.rounding import quantize
 from mpcourse.scaler import StaticScaler
-from mpcourse.simulator import (Recording, lognormal, flush_share, fp32_step, fresh, from_hists, hard_batches, load_trace, named_policies,
+from mpcourse.simulator import (Recording, lognormal, flush_share, fresh, from_hists, hard_batches, load_trace, named_policies,
                                 observe, overflows, plot_result, random_storm, record_trace, replay, thresholds, save_trace, from_bits, corrupt, storm_of)
 from mpcourse.step import GradStats, MixedStep
-from mpcourse.toys import batches, get_toy, plain_step, train_toy
+from mpcourse.toys import plain_step, train_toy
 
 pytestmark = pytest.mark.library
 INF, NAN = math.inf, math.nan

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {'1': 'promises/test_1_no_nan', '2': 'promises/test_2_fp32', '3': 'promises/test_3_resume', '4': 'promises/test_4_ranks',
          '5': 'promises/test_5_gradscaler', '6': 'promises/test_6_conversions', '7': 'promises/test_7_arguments',
-         **{n: f'test_{n}' for n in 'scaler step callback checkpoint dynamic policies gradscaler als layerwise accumulate distributed underflow fp8 fourbits'.split()}}    # a promise, or a chapter's own tests
+         **{n: f'test_{n}' for n in 'scaler step callback checkpoint dynamic policies gradscaler als layerwise accumulate distributed monitor underflow overflow fp8 fourbits'.split()}}    # a promise, or a chapter's own tests
 OTHERS = ('fastai.basics', 'fastai.callback.schedule', 'fastai.callback.fp16', 'fastai.callback.tracker', 'pandas', 'pytest',
           'sklearn.datasets', 'matplotlib.pyplot', 'torch._dynamo', 'torch.distributed', 'ipywidgets', 'scipy.special', 'hypothesis',
           'pytest_timeout', 'pytest_rerunfailures', 'pydoc_data.topics', 'unittest.mock')   # imported once, before all tests
@@ -188,8 +188,16 @@ M = [Mutant(*row) for row in (
     ('layerwise', 'if self.counting or new != carried:', 'if self.counting:', 'layerwise', 'come_out_again'),
     ('layerwise', "if ('numel', self.layers[0]) in stats:", 'if False:', 'layerwise', 'come_to_light'),
     ('layerwise', 'torch.where(bad & (used > 1), lower, self.ceiling)', 'self.ceiling', 'layerwise', 'until_it_is_gone'),
-    ('underflow', 'self.learn.opt.zero_grad()                          # the old', 'pass  #', 'underflow', 'old_scalers_hooks'),
-    ('underflow', 'if self.stats.watched: self.stats.watched.remove()', 'pass', 'underflow', 'old_scalers_hooks'),
+    ('monitor', 'if owner and owner.active: return', 'if owner: return', 'monitor', 'inactive_hooks'),
+    ('monitor', 'self.passes.append({})\n\n    def end', 'self.passes.append(self.rows)\n\n    def end', 'monitor', 'was_dropped'),
+    ('monitor', 'params[n].grad is None for n, kind in self.rows): self.forget()', 'False for n, kind in self.rows): self.forget()', 'monitor', 'was_dropped'),
+    ('monitor', "if kind == 'weight_grad': self.factors[name] = inverse_scale(self.scaler, name)", 'pass', 'monitor', 'layerwise'),
+    ('underflow', 'with torch.random.fork_rng(devices), ', 'with ', 'underflow', 'leaves_no_trace'),
+    ('underflow', 'flushed = (zero & high[name, kind]).sum()', 'flushed = zero.sum()', 'underflow', 'structural'),
+    ('overflow', 'if of_weights and not any(of_weights): return None', 'pass', 'overflow', 'no_harm'),
+    ('overflow', 'late = table.iloc[-3:].mean()', 'late = table.mean()', 'overflow', 'last_three'),
+    ('overflow', 'self.learn.opt.zero_grad()                          # the old', 'pass  #', 'overflow', 'old_scalers_hooks'),
+    ('overflow', 'if self.stats.watched: self.stats.watched.remove()', 'pass', 'overflow', 'old_scalers_hooks'),
     ('accumulate', 'return mean*((k - 1)/k) + g/k', 'return mean + (g - mean)/k', 'accumulate', 'two_of_the_formulas'),
     ('accumulate', 'return mean.lerp(g, 1/k)', 'return mean + (g - mean)*(1/k)', 'accumulate', 'two_of_the_formulas'),
     ('accumulate', 'new, n/self.seen)', 'new, 1/len(self.means))', 'accumulate', 'unequal_parts'),

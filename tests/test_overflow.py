@@ -1,0 +1,206 @@
+"Who was first to overflow; the warning, and what it does"
+import copy
+
+import pytest, torch, torch.nn as nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
+
+from mpcourse.learner import MonitorCB
+from mpcourse.overflow import Overflow, OverflowWatch, WarnCB, early_warning, find_overflow
+from mpcourse.scaler import StaticScaler
+from mpcourse.toys import batches, cross_entropy, get_toy, half_pass, relu_mlp
+
+pytestmark = pytest.mark.library
+H, B = torch.float16, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left():
+    yield
+    assert modes() == []
+
+
+def rand(*shape, seed=0, scale=1.): return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))*scale
+def sig8(): return get_toy('deep_sigmoid').model(0), next(batches(get_toy('deep_sigmoid').data(), 64, 1))
+
+
+# ---------------------------------------------------------------- who was first
+def heavy(k=20):
+    net = relu_mlp()
+    with torch.no_grad(): net[3].weight.mul_(2.**k)
+    return net
+
+
+def test_find_overflow():
+    net, batch = sig8()
+    find = lambda net, batch=batch, **kw: find_overflow(net, batch, cross_entropy, **kw)
+    assert find(net) is None and find(net, dtype=B, scale=2.**60) is None
+    at_loss, fwd = find(net, scale=2.**30), find(heavy())
+    assert (at_loss.name, at_loss.direction, at_loss.what) == ('the loss', 'backward', 'inf')
+    assert (fwd.name, fwd.direction, fwd.what, fwd.kind) == ('3.weight', 'forward', 'inf', 'weight') or (fwd.name, fwd.direction) == ('3', 'forward')
+    glitch = batch[0].clone(); glitch[3] = 1e5
+    assert (f := find(net, (glitch, batch[1]))).name == 'input' and f.op == 'the cast' and f.what == 'inf'
+    glitch[3] = torch.nan
+    assert find(net, (glitch, batch[1])).what == 'nan' and find(net, (glitch, batch[1])).op is None
+    nan = relu_mlp()
+    with torch.no_grad(): nan[5].weight[2, 2] = torch.nan
+    assert (find(nan).name, find(nan).kind) == ('5.weight', 'weight')
+    mid = relu_mlp()
+    with torch.no_grad(): mid[5].weight.mul_(2.**8); mid[7].weight.mul_(2.**8)
+    hit = find(mid, scale=2.**15)
+    assert (hit.name, hit.direction) in (('5', 'backward'), ('7', 'backward')) and hit.what == 'inf'
+    assert not any(m._forward_hooks or m._forward_pre_hooks for n in (net, mid) for m in n.modules()) and modes() == []
+
+
+def test_a_mask_is_no_overflow():
+    toy = get_toy('char_lm'); lm, text = toy.model(0), next(batches(toy.data(), 4, 1))
+    assert find_overflow(lm, text, cross_entropy) is None
+    with torch.no_grad(): lm.blocks[1].attn.qkv.weight.mul_(2.**9)
+    f = find_overflow(lm, text, cross_entropy)
+    assert (f.name, f.direction, f.op, f.what) == ('blocks.1.attn', 'forward', 'bmm', 'inf') and 'blocks.1.attn' in str(f)
+
+
+class Masked(nn.Module):
+    "The logarithm of a mask: minus infinity, which the softmax makes zero"
+    def forward(self, x): return (x + (torch.arange(x.shape[1]) < 3).to(x.dtype).log()).softmax(1)
+
+
+class Clipped(nn.Module):
+    "A square root at zero: its gradient is infinite, and the ReLU takes it away"
+    def forward(self, x): return x.relu().sqrt()
+
+
+class Bare(nn.Module):
+    "A mask whose infinities leave the layer, and die in the next one"
+    def forward(self, x): return x + (torch.arange(x.shape[1]) < 3).to(x.dtype).log()
+
+
+def two_layers(): return nn.Sequential(Bare(), nn.Softmax(1))
+
+
+@pytest.mark.parametrize('layer', [Masked, Clipped, two_layers])
+def test_what_does_no_harm_is_no_overflow(layer):
+    torch.manual_seed(0); net = nn.Sequential(nn.Linear(4, 8), layer(), nn.Linear(8, 2))
+    batch = rand(16, 4), torch.randint(2, (16,))
+    assert find_overflow(net, batch, cross_entropy) is None
+    with OverflowWatch(net) as watch:
+        half_pass(H, 1.)(net, *batch, torch.optim.SGD(net.parameters(), lr=0.), cross_entropy)
+        assert watch.step() is None
+    assert find_overflow(net, batch, lambda p, y: cross_entropy(p, y)*torch.inf).name == {Masked: '1', two_layers: '1.0'}.get(layer, 'the loss')   # a suspect
+
+
+def test_overflow_watch():
+    net, step = relu_mlp(), half_pass(H, 2.**10)
+    opt = torch.optim.SGD(net.parameters(), lr=0.)
+    xs, start = list(batches(get_toy('cnn').data(), 16, 5)), copy.deepcopy(net.state_dict())
+    with OverflowWatch(net) as watch:
+        for i,(x, y) in enumerate(xs):
+            if i in (2, 4): x = x.clone(); x[0, 0, 4, 4] = 1e5
+            h = net[5].register_forward_hook(lambda m, a, o: o*2.**24) if i == 3 else None
+            step(net, x, y, opt, cross_entropy); found = watch.step()
+            if h: h.remove()
+            assert (found is not None) == (i >= 2)
+            if i == 2: assert found == watch.events[0] == Overflow('0', 'forward', 'inf', 'activation', 2)      # Flatten hands the input on
+            net.load_state_dict(start)
+    assert [e.step for e in watch.events] == [2, 3, 4] and watch.events[1].direction == 'forward' and watch.steps == 5
+    step(net, *xs[0], opt, cross_entropy)
+    assert watch.seen == [] and not any(m._forward_hooks for m in net.modules())
+    with OverflowWatch(net) as watch:
+        half_pass(H, 2.**40)(net, *xs[0], opt, cross_entropy)
+        assert watch.step().direction == 'backward' and watch.step() is None
+
+
+# ---------------------------------------------------------------- the warning
+def frame(rates, kind='activation_grad', **kw):
+    import pandas as pd
+    return pd.DataFrame([dict(step=i, name=n, kind=kind, flushed=r*(n == 'a'), **kw) for i, r in enumerate(rates) for n in 'ab'])
+
+
+@pytest.mark.parametrize('story, warns', [([.1]*6, False), ([.9]*6, True), ([.9]*2, False), ([.1]*6 + [.9]*3, True), ([.9]*6 + [.1]*3, False), ([], False)], ids=str)
+def test_the_worst_layer_of_the_last_three_collections_counts(story, warns):
+    if not story: return
+    v = early_warning(frame(story), limit=.5)
+    assert v.warns == warns and (len(story) < 3 or v.layer == 'a')
+
+
+def test_skipped_steps_and_other_kinds_do_not_count():
+    import pandas as pd
+    bad = frame([.9]*9, overflow=1.).assign(step=lambda f: f.step + 100)
+    assert not early_warning(pd.concat([frame([.1]*3, overflow=0.), bad, frame([.9]*9, 'weight_grad', overflow=0.)]), .5).warns
+    assert early_warning(frame([.9]*9, 'weight_grad'), .5, 'weight_grad').warns
+
+
+def learner(scaler, cbs=()):
+    from fastai.basics import Learner
+    from mpcourse.callback import tensor_dls
+    data = get_toy('cnn').data()
+    torch.manual_seed(0)
+    part = data.train[0][:256], data.train[1][:256]
+    return Learner(tensor_dls(part, part, 64), relu_mlp(), loss_func=cross_entropy, lr=.05, cbs=list(cbs)).to_mixed(scaler)
+
+
+def mixed(learn): return next(cb for cb in learn.cbs if type(cb).__name__ == 'MixedPrecisionCB')
+
+
+def test_monitor_and_warning_act_once():
+    from mpcourse.callback import quiet_fit
+    told = []
+    cbs = [MonitorCB(every=1, kinds=('weight_grad', 'activation_grad'), stats=('zeros', 'overflow')), WarnCB(lambda v, l: told.append((v, l.iter)))]
+    learn = learner(StaticScaler(2.**-20), cbs)
+    quiet_fit(learn, 2)
+    assert len(told) == 1 and told[0][1] == 2 and told[0][0] is learn.warn_cb.warning and modes() == []
+    quiet = learner(StaticScaler(2.**10), [MonitorCB(every=1), WarnCB(lambda v, l: told.append(v))])
+    quiet_fit(quiet, 1)
+    assert len(told) == 1 and quiet.warn_cb.verdict is not None
+
+
+def test_by_default_it_warns():
+    from mpcourse.callback import quiet_fit
+    learn = learner(StaticScaler(2.**-20), [MonitorCB(every=1, stats='zeros'), WarnCB()])
+    with pytest.warns(UserWarning, match='of its gradient'): quiet_fit(learn, 1)
+
+
+@pytest.mark.parametrize('new, when', [('bf16', 'after_step'), ('bf16', 'after_batch'), (StaticScaler(2.**8), 'after_step'), (StaticScaler(2.**8), 'after_batch')], ids=str)
+def test_switching_amid_a_fit(new, when):
+    from fastai.basics import Callback
+    from mpcourse.callback import quiet_fit
+    dtypes = []
+    class Switch(Callback):
+        def after_pred(self): dtypes.append(self.learn.model[1]._forward_out)
+    def react(cb):
+        if cb.learn.iter == 1 and cb.learn.training: mixed(cb.learn).switch(dtype='bf16') if new == 'bf16' else mixed(cb.learn).switch(new)
+    seen = Switch(); setattr(seen, when, lambda: react(seen))
+    learn = learner(StaticScaler(4.), [seen])
+    def note(m, a, o): m._forward_out = o.dtype
+    h = learn.model[1].register_forward_hook(note)
+    quiet_fit(learn, 1)
+    h.remove()
+    assert dtypes[:4] == [H, H, *[B if new == 'bf16' else H]*2]
+    assert mixed(learn).history.scales.tolist() == [4., 4., *[1. if new == 'bf16' else 2.**8]*2]
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in learn.model.parameters())
+
+
+def test_a_scheme_that_cannot_be_is_no_switch():
+    cb = mixed(learner(StaticScaler(4.)))
+    with pytest.raises(ValueError, match="BF16 has FP32's range"): cb.switch(StaticScaler(2.), 'bf16')
+    with pytest.raises(ValueError, match='give a loss scaler'): cb.switch()
+
+
+def test_a_switch_takes_the_old_scalers_hooks_and_gradients():
+    "Half a step's gradients, accumulated at another scale, are dropped; what the old scaler watched is gone"
+    from fastai.basics import Callback
+    from fastai.callback.training import GradientAccumulation
+    from mpcourse.als import ALSScaler
+    from mpcourse.callback import quiet_fit
+    def hooks(): return sum(len(m._forward_hooks) for m in learn.model.modules())
+    def waiting(): return any(p.grad is not None and p.grad.any() for p in learn.model.parameters())
+    class Switches(Callback):
+        order = 99
+        def after_batch(self):
+            if not self.learn.training or self.learn.iter != 0: return
+            seen.append((waiting(), hooks())); mixed(learn).switch(ALSScaler(2.**8, types=nn.ReLU)); seen.append((waiting(), hooks()))
+    seen = []
+    learn = learner(ALSScaler(4., types=nn.Linear), [Switches(), GradientAccumulation(128)])
+    linears, relus = (sum(isinstance(m, t) for m in learn.model.modules()) for t in (nn.Linear, nn.ReLU))
+    quiet_fit(learn, 1)
+    assert seen == [(True, linears), (False, relus)] and linears != relus and hooks() == 0
+    assert mixed(learn).history.scales[0] == 2**8
