@@ -259,7 +259,7 @@ def _statistic(trace, t, want, s, fmt):
         above = (counts.sum() - entries_below(counts, trace.lo, torch.tensor([edge/s]))).item()
         if x == math.inf: above += trace.broken[kind].item()
         return max(above, float(x == x))                                     # the largest one, unless it is NaN
-    raise ValueError(f'A trace of gradient magnitudes cannot tell {want!r}: train with this policy, by `train_through`.')
+    raise ValueError(f'A trace of gradient magnitudes cannot tell {want!r}: try this policy in a training.')
 
 def observe(
     trace:Trace, # what happened

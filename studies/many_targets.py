@@ -1,4 +1,4 @@
-"""Eight bits without a scale, and the batch grows (chapter 25)
+"""Does a larger batch ruin a training in eight bits without a scale? (chapter 25)
 
 A net predicts the next letter from eight: an embedding, a linear layer, one residual block, a readout; Adam, 80 steps.
 The products of its linear layers have operands in E4M3 and gradients in E5M2; no scale anywhere. A row is a form and the
