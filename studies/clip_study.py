@@ -2,7 +2,7 @@
 
 A row is a policy (a crew) and the step at which ten bad batches begin; a collector looks at the gradients.
 The small CNN flies through the same storm. Learnt: the loss ends below 1.5 (the CNN's below .1).
-`warned` is the rule of seed 003: the mean flushed share of the weights' gradients is 10 %, or 5 % and rising. (The stored
+`warned` is the rule of the article on CLIP: the mean flushed share of the weights' gradients is 10 %, or 5 % and rising. (The stored
 shares are from a count of each operation as it ran; the replay of this script gives the same verdicts, step by step.)
 """
 from contextlib import nullcontext
@@ -84,7 +84,7 @@ def clip_storm(crew, at=None, seed=0, toy='two_towers', steps=None):
 
 
 def first_warning(frame, window=30, low=.01, high=.05):
-    "The step at which seed 003's rule would first have warned; NaN if it never did"
+    "The step at which the article's rule would first have warned; NaN if it never did"
     rates = share_table(frame).mean(axis=1)
     for n in range(3, len(rates) + 1):
         some = rates.to_numpy()[max(0, n - window):n]
