@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 
 import torch, torch.nn.functional as F
 
-from mpcourse.fourbits import FP4_RECIPES, nvfp4_scale
+from mpcourse.fourbits import FP4_RECIPES
 from mpcourse.fp8 import RECIPES, fp8_matmul
 from mpcourse.rounding import quantize
 from mpcourse.toys import char_text
