@@ -3,8 +3,8 @@
 A row is a net and a scheme of `mpcourse.compare`, on quiet data: no bad batch. *half a million tokens*: the loss of
 the net on text is divided by 512, as a mean over so many micro-batches divides it, and Adam's epsilon with it, so that
 FP32 trains as before. *Xavier*: the initialization that `studies/sigmoid_init.py` tried. The score is the loss on new
-data, for the two heads the error of the drawing; NaN where a scheme refuses the net. `FP32 moved` is FP32 from weights
-of which one in each tensor is moved by its last bit.
+data, for the two heads the error of the drawing; NaN where a scheme refuses the net. `FP32 rounded once` is FP32 from
+weights that are rounded to FP16 before the first step.
 """
 import math
 from functools import partial
