@@ -2,7 +2,7 @@
 import warnings
 from pathlib import Path
 
-import pandas as pd, pytest
+import pytest
 
 from conftest import ROOT
 from mpcourse.cli import main
@@ -95,25 +95,37 @@ def test_numbers_that_are_none(argv, capsys):
     assert e.value.code == 2 and 'is not a whole number' in capsys.readouterr().err
 
 
-COMPARE = ('compare', '--toy', 'relu_mlp', '--steps', '3', '--workers', '1')
-
-
-def test_compare_prints_and_writes(tmp_path, capsys):
-    argv = (*COMPARE, '--schemes', 'fp32,torch', '--seeds', '2', '--csv', str(tmp_path/'out.csv'), '--store', str(tmp_path/'s'))
+def test_compare_prints_and_keeps(tmp_path, capsys):
+    argv = ('compare', 'relu_mlp', '--steps', '3', '--schemes', 'FP32,FP16 torch', '--seeds', '2', '--store', 'runs')
     code, out, _ = out_of(capsys, *argv)
-    assert code == 0 and 'converged' in out and 'ms/step' in out and 'out.csv' in out
-    rows = pd.read_csv(tmp_path/'out.csv')
-    assert len(rows) == 4 and set(rows['scheme']) == {'fp32', 'torch'} and {'loss', 'skipped', 'zeros', 'zeros_fp32', 'ms_per_step'} <= set(rows)
-    before = [p.stat().st_mtime_ns for p in (tmp_path/'s').rglob('*.json')]
-    assert out_of(capsys, *argv)[0] == 0 and [p.stat().st_mtime_ns for p in (tmp_path/'s').rglob('*.json')] == before
+    assert code == 0 and 'verdict' in out and 'FP16 torch' in out and 'kept in runs' in out
+    before = Path('runs').read_text()
+    assert len(before.splitlines()) == 4 and out_of(capsys, *argv)[:2] == (0, out) and Path('runs').read_text() == before
 
 
-@pytest.mark.parametrize('argv, says', [(('--toy', 'chess'), "There is no toy 'chess'"), (('--schemes', 'fp32,magic'), "There is no scheme 'magic'"),
-                                        (('--csv', '/nowhere/out.csv', '--schemes', 'fp32', '--seeds', '1'), '/nowhere')])
-def test_compare_refuses_in_a_sentence(argv, says, tmp_path, capsys):
-    code, _, err = out_of(capsys, *COMPARE, '--store', str(tmp_path), *argv)
-    lines = [l for l in err.splitlines() if 'bakeoff' not in l and l.strip()]          # the progress bar is there too
-    assert code == 2 and says in err and len(lines) == 1 and 'Traceback' not in err
+SCRIPT = """
+import torch
+from mpcourse.compare import Training
+def make(seed):
+    torch.manual_seed(seed)
+    x = torch.randn(32, 4)
+    return Training(torch.nn.Linear(4, 1), lambda ps: torch.optim.SGD(ps, .1), torch.nn.functional.mse_loss, lambda: [(x, x[:, :1])]*25)
+def nothing(seed): return 3
+"""
+
+
+def test_compare_trains_a_net_of_ones_own(capsys):
+    Path('mine.py').write_text(SCRIPT)
+    code, out, _ = out_of(capsys, 'compare', 'mine.py:make', '--schemes', 'BF16', '--seeds', '2')
+    assert code == 0 and 'BF16' in out and 'kept' not in out
+
+
+@pytest.mark.parametrize('argv, says', [(('chess',), "There is no toy 'chess'"), (('relu_mlp', '--schemes', 'FP32,magic'), "There is no scheme 'magic'"),
+                                        (('mine.py:none',), "defines no function 'none'"), (('mine.py:nothing',), 'should be a Training'), (('no.py:f',), 'no.py')])
+def test_compare_refuses_in_a_sentence(argv, says, capsys):
+    Path('mine.py').write_text(SCRIPT)
+    code, _, err = out_of(capsys, 'compare', *argv)
+    assert code == 2 and says in err and err.count('\n') == 1 and 'Traceback' not in err
 
 
 def test_a_warning_is_one_sentence_and_the_process_keeps_its_own_way_of_warning(capsys):
@@ -121,11 +133,6 @@ def test_a_warning_is_one_sentence_and_the_process_keeps_its_own_way_of_warning(
     code, _, err = out_of(capsys, 'replay', '--start', '1000', '--policies', 'torch,fastai', '--storm', '010')
     assert code == 0 and err == 'A loss scale of 1000 is no power of two: it rounds each gradient once more; 512 would not.\n'
     assert warnings.showwarning is before
-
-
-def test_compare_says_what_its_columns_are_and_where_the_runs_stay(capsys):
-    code, out, _ = out_of(capsys, 'compare', '--toy', 'relu_mlp', '--schemes', 'fp32', '--seeds', '1', '--steps', '5', '--workers', '1')
-    assert code == 0 and out.startswith('converged: the final loss') and "FP32's zeros" in out and 'kept in _compare' in out
 
 
 def test_replay_flies_automatic_loss_scaling_too(capsys, tmp_path):

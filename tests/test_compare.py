@@ -1,89 +1,139 @@
-"""Schemes, what is measured of a training, and comparisons that go on where they stopped."""
-import math
+"""Schemes, comparisons in pairs that go on where they stopped, and what they say of a scheme"""
+import json, math
 
 import pytest, torch
+from torch import nn
 
-import mpcourse.compare as B
-from mpcourse.compare import MEASURES, CONTENDERS, compare, comparison_table, get_scheme, flushed_weight_gradients, measure_scheme, zero_weight_gradients
-from mpcourse.policies import RULES, get_policy
-from mpcourse.toys import get_toy, train_toy
+from mpcourse.compare import SCHEMES, Training, compare, lost_share, summary, toy_training, train_scheme, verdict, verdicts
+from mpcourse.toys import plain_step, train_toy
 
 pytestmark = pytest.mark.library
-QUICK = dict(steps=4, workers=1, progress=False)
 
 
-def test_every_policy_is_a_scheme():
-    assert list(CONTENDERS)[:4] == ['fp32', 'bf16', 'fp16', 'static 2^10'] and set(RULES) < set(CONTENDERS)
-    for name in RULES: assert get_scheme(name).scaler.config == get_policy(name).config
-    assert get_scheme('torch') is not get_scheme('torch') and get_scheme('bf16').dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="no scheme 'magic': there are fp32, bf16"): get_scheme('magic')
+def small(seed): return toy_training('relu_mlp', seed, 30)
 
 
-@pytest.mark.parametrize('name', CONTENDERS)
+@pytest.mark.parametrize('name', SCHEMES)
 def test_every_scheme_trains(name):
-    v = measure_scheme(name, 0, 'relu_mlp', 3)
-    assert tuple(v) == MEASURES and math.isfinite(v['loss']) and 0 <= v['zeros'] <= 1 and v['ms_per_step'] > 0
+    got = train_scheme(name, small(0))
+    slow = 'FP16 Megatron', 'FP16 weights', 'E4M3 no scale'        # they lose steps, or gradients
+    assert got['before'] > 2 and (name in slow or got['score'] < got['before'] - .1)
+    assert (got['skipped'] > 10) == (name == 'FP16 Megatron')
 
 
-def test_zeros_beside_those_of_fp32():
-    toy, model = get_toy('deep_sigmoid'), get_toy('deep_sigmoid').model()
-    before = [p.clone() for p in model.parameters()]
-    exact, low, scaled = (zero_weight_gradients(toy, model, *a) for a in ((), (torch.float16,), (torch.float16, 2.**14)))
-    assert low > .2 > scaled >= exact > 0
-    assert all(torch.equal(p, q) for p,q in zip(model.parameters(), before))
-    share = flushed_weight_gradients(toy, model, torch.float16)
-    assert flushed_weight_gradients(toy, model) == 0 and abs(share - (low - exact)/(1 - exact)) < 1e-6
+def test_an_unknown_scheme_is_refused_before_anything_is_trained(tmp_path):
+    for call in (lambda: train_scheme('magic', small(0)), lambda: compare(small, ['BF16', 'magic'], 1, tmp_path/'x')):
+        with pytest.raises(ValueError, match="no scheme 'magic': there are FP32"): call()
+    assert not (tmp_path/'x').exists()
 
 
-def test_compare(tmp_path):
-    got = compare(['fp32', 'fp16'], 2, 'relu_mlp', store=tmp_path, **QUICK)
-    assert list(zip(got['scheme'], got['seed'])) == [('fp32', 0), ('fp16', 0), ('fp32', 1), ('fp16', 1)]
-    assert got['loss'][0] == train_toy('relu_mlp', steps=4).loss and set(got) == {'scheme', 'seed', *MEASURES}
-    t = comparison_table(got)
-    assert list(t.index) == ['fp32', 'fp16'] and t['converged'].tolist() == ['0/2', '0/2'] and 'in FP32' in t
+def test_fp32_is_the_plain_training():
+    run = train_toy('relu_mlp', plain_step, 1, steps=30)
+    t = toy_training('relu_mlp', 1, 30)
+    train_scheme('FP32', t)
+    assert all(torch.equal(p, q) for p, q in zip(t.model.parameters(), run.model.parameters()))
 
 
-def test_an_interrupted_comparison_goes_on(tmp_path, monkeypatch):
-    calls, inner = [], B.train_toy
-    def once(*args, **kw):
-        if len(calls) == 2: raise KeyboardInterrupt
-        calls.append(args); return inner(*args, **kw)
-    monkeypatch.setattr(B, 'train_toy', once)
-    with pytest.raises(KeyboardInterrupt): compare(['fp32', 'torch', 'metaseq'], 1, 'relu_mlp', store=tmp_path, **QUICK)
-    monkeypatch.setattr(B, 'train_toy', lambda *a, **k: calls.append(a) or inner(*a, **k))
-    got = compare(['fp32', 'torch', 'metaseq'], 1, 'relu_mlp', store=tmp_path, **QUICK)
-    assert len(calls) == 3 and len(got) == 3
-    assert compare(['fp32', 'torch', 'metaseq'], 1, 'relu_mlp', store=tmp_path, **QUICK).equals(got) and len(calls) == 3
+def test_without_a_score_the_training_loss_counts():
+    t = small(0)
+    losses, inner = [], t.loss_func
+    def seen(pred, y):
+        losses.append(inner(pred, y))
+        return losses[-1]
+    t.score, t.loss_func = None, seen
+    got = train_scheme('FP32', t)
+    assert got['before'] == losses[0].item() and math.isclose(got['score'], sum(losses[-20:]).item()/20, rel_tol=1e-5)
 
 
-def test_more_seeds_run_only_what_is_missing(tmp_path, monkeypatch):
-    calls, inner = [], B.train_toy
-    monkeypatch.setattr(B, 'train_toy', lambda *a, **k: calls.append(a) or inner(*a, **k))
-    few = compare(['fp32', 'fp16'], 1, 'relu_mlp', store=tmp_path, **QUICK)
-    more = compare(['fp32'], 2, 'relu_mlp', store=tmp_path, **QUICK)
-    assert len(calls) == 3 and more.loc[0].equals(few.loc[0]) and list(more['seed']) == [0, 1]
-    monkeypatch.setenv('MPCOURSE_SEED', '2')
-    other = compare(['fp32'], 1, 'relu_mlp', store=tmp_path, **QUICK)
-    assert len(calls) == 4 and other['loss'][0] != few['loss'][0], 'another draw is another training'
+def test_weights_of_sixteen_bits_stay_so():
+    for name, dtype in (('FP16 weights', torch.float16), ('BF16 weights Kahan', torch.bfloat16)):
+        t, dtypes = small(0), []
+        inner = t.batches
+        def look():
+            for b in inner():
+                dtypes.append({p.dtype for p in t.model.parameters()})
+                yield b
+        t.batches = look
+        train_scheme(name, t)
+        assert dtypes == [{dtype}]*30
 
 
-def test_another_request_is_another_file(tmp_path):
-    a = compare('fp32', 1, 'relu_mlp', store=tmp_path, **QUICK)
-    b = compare('fp32', 1, 'relu_mlp', store=tmp_path, **QUICK | dict(steps=3))
-    assert a['loss'][0] != b['loss'][0] and len(list(tmp_path.iterdir())) == 2
-    for wrong in (dict(toy='chess'), dict(schemes=['fp32', 'magic'])):
-        with pytest.raises(ValueError, match='There is no'): compare(**dict(toy='relu_mlp', store=tmp_path) | wrong, **QUICK)
-    assert len(list(tmp_path.iterdir())) == 2, 'nothing is trained for a wrong request'
+def test_a_readout_is_kept():
+    t = small(0)
+    SCHEMES['NVFP4 readout in FP32'](t)
+    assert len(t.model.not_converted) == 1 and t.model.not_converted.popitem()[0] == [n for n, m in t.model.named_modules() if isinstance(m, nn.Linear)][-1]
 
 
-def test_workers_in_other_processes(tmp_path):
-    got = compare(['fp32', 'torch'], 1, 'relu_mlp', store=tmp_path, steps=3, workers=2, progress=False)
-    assert len(got) == 2 and got['loss'].notna().all()
+def test_pairs_have_the_same_weights_and_batches(tmp_path):
+    seen = {}
+    def make(seed):
+        t = small(seed)
+        seen.setdefault(seed, []).append((t.model[1].weight.clone(), next(t.batches())[0]))
+        return t
+    compare(make, ['FP32 rounded once', 'BF16'], 2)
+    for pairs in seen.values(): assert len(pairs) == 3 and all(torch.equal(a, b) for p in pairs for a, b in zip(p, pairs[0]))
+    assert not torch.equal(seen[0][0][0], seen[1][0][0])
 
 
-def test_what_is_told_of_a_training():
-    v = measure_scheme('fp16', steps=20)
-    assert v['zeros'] > v['zeros_fp32'] + .1 and v['log2_scale'] == 0 and not v['converged'] and v['skipped'] == 0
-    v = measure_scheme('fp32', toy='relu_mlp')
-    assert v['converged'] and v['zeros'] == v['zeros_fp32'] and v['acc'] > .9
-    assert measure_scheme('megatron', 0, 'relu_mlp', 5)['skipped'] > 2                # from 2^32 it has to come down first
+def test_an_interrupted_comparison_goes_on(tmp_path):
+    made = []
+    def stop(seed):
+        if len(made) == 3: raise KeyboardInterrupt
+        made.append(seed)
+        return small(seed)
+    def go(seed):
+        made.append(seed)
+        return small(seed)
+    file = tmp_path/'runs'
+    with pytest.raises(KeyboardInterrupt): compare(stop, ['BF16'], 2, file)
+    got = compare(go, ['BF16'], 2, file)
+    assert made == [0, 0, 1, 1] and [(r['scheme'], r['seed']) for r in got] == [('FP32', 0), ('FP32', 1), ('BF16', 0), ('BF16', 1)]
+    assert compare(go, ['BF16'], 2, file) == got == compare(go, ['BF16'], 2) and len(made) == 8
+    assert len(file.read_text().splitlines()) == 4
+
+
+def test_a_net_that_a_scheme_refuses(tmp_path):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.RNN(64, 10, batch_first=True)
+        def forward(self, x): return self.rnn(x.flatten(1)[:, None])[0][:, -1]
+    def make(seed):
+        t = small(seed)
+        t.model = Recurrent()
+        return t
+    file = tmp_path/'runs'
+    got = compare(make, ['E4M3 per tensor'], 1, file)
+    assert 'in one piece' in got[1]['refused'] and got[1]['score'] is None and json.loads(file.read_text().splitlines()[1]) == got[1]
+    assert summary(got)['E4M3 per tensor'] == dict(verdict='refuses', score=None, skipped=None)
+
+
+def test_an_error_of_the_training_is_no_refusal():
+    def make(seed):
+        t = small(seed)
+        def loss(pred, y): raise ValueError('mine')
+        t.loss_func = loss
+        return t
+    with pytest.raises(ValueError, match='mine'): compare(make, ['BF16'], 1)
+
+
+@pytest.mark.parametrize('shares, says', [
+    ([-.1, .1]*3, 'tie'), ([0., .1, .1, .1, .1, .1], 'tie'), ([.01]*6, '+1.0%'), ([-.02]*10, '-2.0%'), ([.01]*5, 'open'), ([.1, -.1], 'tie'),
+    ([.6, -.1], 'fails 1/2'), ([.5, 0.], 'fails 1/2'), ([math.nan, .1], 'fails 1/2'), ([math.inf]*3, 'fails 3/3'), ([None]*6, 'refuses')])
+def test_verdict(shares, says): assert verdict(shares) == says
+
+
+def test_shares_are_of_the_same_seed():
+    rows = [dict(scheme=s, seed=i, before=10., score=v, skipped=i, refused='') for s, vs in dict(FP32=(2., 4.), a=(6., 1.)).items() for i, v in enumerate(vs)]
+    assert verdicts(rows) == dict(FP32=[0, 0], a=[.5, -.5]) and lost_share(10., 10., 2.) == 1
+    assert summary(rows) == dict(FP32=dict(verdict='', score=3., skipped=.5), a=dict(verdict='fails 1/2', score=3.5, skipped=.5))
+
+
+def test_a_training_of_ones_own():
+    def make(seed):
+        gen = torch.Generator().manual_seed(seed)
+        x = torch.randn(64, 4, generator=gen)
+        torch.manual_seed(seed)
+        return Training(nn.Linear(4, 1), lambda ps: torch.optim.SGD(ps, .1), nn.functional.mse_loss, lambda: [(x, x.sum(1, keepdim=True))]*40)
+    got = summary(compare(make, ['FP16 scale 1', 'BF16 weights'], 6))
+    assert got['FP32']['score'] < .1 and got['FP16 scale 1']['verdict'] != 'fails 6/6'
