@@ -4,7 +4,7 @@ The ReLU net learns 128 digits by heart with Adam (eps 2^-70), so its loss, and 
 `zero`: as it is. `hot`: at fifteen times the learning rate. `cold`: the loss is multiplied by a temperature
 that falls from 1 to 2^-40 in the first half; `cold, quick Adam`: the same with betas of .5 and .9, since
 Adam's usual beta2 of .999 forgets one octave in 1,386 steps. A measured scale is a constant that lifts the
-largest gradient of the first batch to 2^10, or to 2^13.
+largest gradient of the first batch to 2^10, or to 2^13; `measured anew` measures it on every 25th batch again.
 """
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from mpcourse.simulator import Recording, fp32_step
 from mpcourse.step import MixedStep
 from mpcourse.toys import batches, digits, get_toy, train_toy
 
-POLICIES = {'FP32': None, 'measured': 2.**10, 'measured, 2^13': 2.**13,
+POLICIES = {'FP32': None, 'measured': 2.**10, 'measured, 2^13': 2.**13, 'measured anew': None,
             'torch': lambda: get_policy('torch'), 'fastai': lambda: get_policy('fastai'),
             'interval 100': lambda: DynamicScaler(growth_interval=100),
             'interval 10': lambda: DynamicScaler(growth_interval=10), 'ALS': ALSScaler}
@@ -53,9 +53,24 @@ def problem(kind):
     return replace(toy, loss_func=Cooling(toy.loss_func, steps)) if 'cold' in kind else toy
 
 
+def measured_anew(every=25):
+    "A step with a constant scale that is measured again every so often"
+    done, step = 0, None
+    def go(model, xb, yb, opt, loss_func):
+        nonlocal done, step
+        if done % every == 0:
+            at = getattr(loss_func, 'at', None)
+            step = MixedStep(StaticScaler.measured(model, (xb, yb), loss_func))
+            if at is not None: loss_func.at = at                # a look is no step of the training
+        done += 1
+        return step(model, xb, yb, opt, loss_func)
+    return go
+
+
 def step_for(policy, toy, seed):
-    "FP32, a scale measured on the first batch, or a policy"
+    "FP32, a scale measured on a batch, or a policy"
     if policy == 'FP32': return fp32_step()
+    if policy == 'measured anew': return measured_anew()
     made = POLICIES[policy]
     if not isinstance(made, float): return MixedStep(made())
     first = next(iter(batches(toy.data(), toy.bs, 1, seed)))

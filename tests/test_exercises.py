@@ -482,6 +482,35 @@ WRONG = {
     'check_headroom': ('lambda amax, top, fmt: e8m0_floor(amax, top, fmt)*2', 'lambda amax, top, fmt: e8m0_floor(amax, top, fmt)*1.25'),
     # 28: never says None; does not compare with the whole in four bits
     'check_worth_keeping': ("lambda train, names: (train([]), min(names, key=lambda n: train([n])))[1]", "lambda train, names: min(names, key=lambda n: train([n]))"),
+    # 29: one side named beforehand; as many seeds as 1/p
+    'check_seeds_for': ('lambda p: max(1, math.ceil(-math.log2(p)))', 'lambda p: math.ceil(1/p)'),
+    # 29: compares the means; pairs rows by their place
+    'check_better': ("lambda rs, a, b: min((a, b), key=lambda n: sum(r['score'] for r in rs if r['scheme'] == n))", """
+        def better(rs, a, b):
+            one, two = ([r['score'] for r in rs if r['scheme'] == n] for n in (a, b))
+            apart = [x - y for x, y in zip(one, two)]
+            return a if max(apart) < 0 else b if min(apart) > 0 else 'tie'"""),
+    # 29: the loss of BF16 predictions; weights in BF16
+    'check_autocast_bf16': ("""
+        def autocast_bf16(t):
+            def step(model, xb, yb, opt, loss_func):
+                opt.zero_grad()
+                with torch.autocast('cpu', torch.bfloat16): loss = loss_func(model(xb), yb)
+                loss.backward()
+                opt.step()
+                return loss.detach()
+            return step""", """
+        def autocast_bf16(t):
+            t.model.bfloat16()
+            def step(model, xb, yb, opt, loss_func):
+                opt.zero_grad()
+                loss = loss_func(model(xb.bfloat16()).float(), yb)
+                loss.backward()
+                opt.step()
+                return loss.detach()
+            return step"""),
+    # 29: one side only; the size does not count
+    'check_chance': ('lambda vs: .5**len(vs)', 'lambda vs: 2*.5**len(vs) if min(vs) > 0 or max(vs) < 0 else 1.'),
 }
 
 
