@@ -80,13 +80,18 @@ ROWS = [f'{net}: {scheme}' for net in NETS for scheme in SCHEMES if not (net in 
 SEEDS = range(10)
 
 
-def run(row, seed):
-    "Score before and after the training, and the steps skipped"
+def attempted(nets, row, seed):
+    "One net under one scheme; NaN where the scheme refuses the net"
     net, scheme = row.split(': ')
-    try: return train_scheme(scheme, NETS[net](seed), seed)
+    try: return train_scheme(scheme, nets[net](seed), seed)
     except ValueError as e:
         if 'not converted' not in str(e) and 'no tiles' not in str(e): raise
         return dict(before=math.nan, score=math.nan, skipped=0)
+
+
+def run(row, seed):
+    "Score before and after the training, and the steps skipped"
+    return attempted(NETS, row, seed)
 
 
 if __name__ == '__main__':
