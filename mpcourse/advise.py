@@ -49,13 +49,14 @@ class Trial:
         with seeded(seed): out = self.step(self.t.model, *batch, opt, self.t.loss_func)
         return out if isinstance(out, dict) else dict(loss=out, skipped=0)
 
-    def settle(self, batch, seed):
-        "The same batch again, until the scheme's scale has been there before"
+    def settle(self, batch, seed, tries=64):
+        "The same batch again, until it is not skipped and the scheme's scale has been there before"
         scales = set()
-        while True:
+        for _ in range(tries):
             if self.scaler: scales.add(self.scaler.scale.item())
             out = self.once(batch, seed)
-            if not self.scaler or self.scaler.scale.item() in scales: return out
+            if not out['skipped'] and (not self.scaler or self.scaler.scale.item() in scales): break
+        return out
 
     def gradients(self,
         model:nn.Module, # whose weights and buffers are taken

@@ -1,0 +1,164 @@
+"""What a scheme makes of a step, verdicts on it, and that nothing of the user's is changed"""
+import copy, math
+
+import pytest, torch, torch.nn.functional as F
+from torch import nn
+
+from mpcourse.advise import PROBES, STEPS, STORED, Shadow, Trial, advise, arrived, as_taken, judge, judge_way, matrices, share
+from mpcourse.compare import SCHEMES, Training, toy_training
+from mpcourse.toys import plain_step
+
+pytestmark = pytest.mark.library
+
+
+def linear(scale=1., n=120, opt=None):
+    "A training whose gradients are as small as one likes"
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 32, 8, generator=gen)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    return Training(model, opt or (lambda ps: torch.optim.Adam(ps, 1e-3, eps=1e-30)), lambda p, y: F.mse_loss(p, y)*scale, lambda: iter([(b, b[:, :1]) for b in x]))
+
+
+def ask(t, **how): return advise(t.model, t.opt(t.model.parameters()), t.loss_func, t.batches(), **how)
+
+
+def test_a_trial_gives_the_gradients_of_fp32():
+    t = linear()
+    batch = next(t.batches())
+    got = Trial('FP32', t).gradients(t.model, batch)
+    t.loss_func(t.model(batch[0]), batch[1]).backward()
+    assert set(got) == {'0.weight', '2.weight'} and all(torch.equal(got[n], p.grad) for n, p in matrices(t.model).items())
+
+
+@pytest.mark.parametrize('name', [s for s in SCHEMES if 'weights' not in s])
+def test_a_trial_is_of_the_weights_that_it_is_shown(name):
+    t = linear()
+    trial, batch = Trial(name, t), next(t.batches())
+    for p in t.model.parameters(): p.data *= 2
+    got, true = trial.gradients(t.model, batch), Trial('FP32', t).gradients(t.model, batch)
+    if 'no scale' not in name: assert all(abs(share(got[n], g) - 1) < .2 for n, g in true.items())
+    assert all(torch.equal(a, b) for a, b in zip(trial.gradients(t.model, batch).values(), got.values())), 'the trial moved'
+
+
+def test_a_scale_settles_before_it_is_judged():
+    t = linear(2.**-30)
+    batch = next(t.batches())
+    trial = Trial('FP16 ALS', t)
+    assert share(*[trials.gradients(t.model, batch)['0.weight'] for trials in (trial, Trial('FP32', t))]) > .99 and trial.scaler.scale > 2.**30
+    t = linear(2.**20)
+    trial = Trial('FP16 Megatron', t)
+    assert trial.gradients(t.model, batch) is not None and trial.scaler.scale < 1e6
+    t = linear(2.**60)
+    assert Trial('FP16 hold', t).gradients(t.model, batch) is None, 'no scale of one or more is low enough'
+
+
+def test_adam_takes_small_entries_as_it_takes_large_ones():
+    model = nn.Linear(2, 1, bias=False)
+    g, lost = torch.tensor([[1., 1e-6]]), torch.tensor([[1., 0.]])
+    adam, sgd = torch.optim.Adam(model.parameters(), eps=1e-30), torch.optim.SGD(model.parameters(), 1.)
+    kept = {k: share(as_taken({'weight': lost}, o, model)['weight'], as_taken({'weight': g}, o, model)['weight']) for k, o in dict(adam=adam, sgd=sgd).items()}
+    assert kept['sgd'] > .999999 and abs(kept['adam'] - .5) < 1e-6
+
+
+def test_adams_step_is_adams():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3, bias=False)
+    opt = torch.optim.Adam(model.parameters(), lr=1., betas=(0., .9), eps=1e-3)
+    for _ in range(3):
+        g = torch.randn(3, 4)
+        want, before = as_taken({'weight': g}, opt, model)['weight'], model.weight.detach().clone()
+        model.weight.grad = g.clone()
+        opt.step()
+        assert torch.allclose(before - model.weight, want, atol=1e-5)
+
+
+def test_arrived_is_a_share_and_an_error_in_units_of_noise():
+    g, other = torch.tensor([1., 0.]), torch.tensor([1., 2.])
+    kept, error = arrived(dict(w=torch.tensor([.5, 1.])), dict(w=g), dict(w=other))['w']
+    assert kept == .5 and abs(error - math.sqrt(1.25)/(2/math.sqrt(2))) < 1e-6
+    assert arrived(dict(w=g), dict(w=g*0), dict(w=other)) == {}
+
+
+def test_a_shadow_swallows_what_bf16_swallows():
+    model = nn.Linear(64, 64, bias=False)
+    nn.init.ones_(model.weight)
+    shadows = {how: Shadow(model, how) for how in ('nearest', 'stochastic')}
+    torch.manual_seed(0)
+    for _ in range(64):
+        with torch.no_grad(): model.weight += 2.**-10
+        for s in shadows.values(): s.follow(model)
+    assert shadows['nearest'].arrived()['weight'][0] == 0 and abs(shadows['stochastic'].arrived()['weight'][0] - 1) < .05
+    assert torch.equal(shadows['stochastic'].stored['weight'].bfloat16().float(), shadows['stochastic'].stored['weight'])
+
+
+@pytest.mark.parametrize('seen, says', [
+    ([dict(a=(1., .1))]*8, 'yes'), ([dict(a=(1., .1), b=(.2, .1))]*8, 'no'), ([dict(a=(1., 1.5))]*8, 'cannot tell'), ([dict(a=(.8, .1))]*8, 'cannot tell'),
+    ([None]*4 + [dict(a=(1., 0.))]*4, 'no'), ([None] + [dict(a=(1., 0.))]*7, 'cannot tell'), ([dict(a=(.1, 0.))]*3 + [dict(a=(1., 0.))]*5, 'cannot tell')])
+def test_verdicts(seen, says): assert judge(seen)[0] == says
+
+
+@pytest.mark.parametrize('way, beside, base, says', [(1., .1, 'yes', 'yes'), (1., .6, 'yes', 'cannot tell'), (.4, .1, 'yes', 'no'), (.7, .1, 'yes', 'cannot tell'),
+                                                     (1., .1, 'no', 'no'), (1., .1, 'cannot tell', 'cannot tell')])
+def test_verdicts_on_stored_weights(way, beside, base, says): assert judge_way([dict(a=(way, beside))], base)[0] == says
+
+
+def test_advice_names_the_layer_that_is_lost():
+    advice = ask(linear(2.**-34))
+    said = {n: v for n, (v, _) in advice.verdicts.items()}
+    assert said['FP16 scale 1'] == 'no' and said['FP16 measured'] == said['FP16 ALS'] == said['BF16'] == 'yes'
+    assert '0.weight' in advice.verdicts['FP16 scale 1'][1] or '2.weight' in advice.verdicts['FP16 scale 1'][1]
+    assert list(advice.verdicts) == [*STEPS, *STORED] and all(len(advice.seen[n]) == len(PROBES) for n in STEPS)
+    assert list(advice.table().columns) == ['verdict', 'because'] and advice.plot().images[0].get_array().shape == (len(STEPS), len(PROBES))
+
+
+def test_nothing_of_the_users_changes():
+    t = linear()
+    opt = t.opt(t.model.parameters())
+    for b in list(t.batches())[:3]: plain_step(t.model, *b, opt, t.loss_func)
+    before, rng = copy.deepcopy((t.model.state_dict(), opt.state_dict())), torch.random.get_rng_state()
+    advise(t.model, opt, t.loss_func, t.batches(), 40)
+    for a, b in zip(torch.utils._pytree.tree_leaves(before), torch.utils._pytree.tree_leaves((t.model.state_dict(), opt.state_dict()))):
+        assert torch.equal(a, b) if torch.is_tensor(a) else a == b
+    assert torch.equal(rng, torch.random.get_rng_state())
+
+
+def test_it_watches_the_training_that_would_have_been():
+    t = linear()
+    opt = t.opt(t.model.parameters())
+    seen = []
+    loss_func = t.loss_func
+    def loss(p, y):
+        seen.append(loss_func(p, y).item())
+        return loss_func(p, y)
+    advise(t.model, opt, loss, t.batches(), 30, lambda i: 1/(i + 1), ())
+    losses = []
+    for i, b in zip(range(30), t.batches()):
+        for g in opt.param_groups: g['lr'] = 1e-3/(i + 1)
+        losses.append(plain_step(t.model, *b, opt, t.loss_func).item())
+    assert set(losses) <= set(seen)
+
+
+def test_few_batches_are_few_looks():
+    t = linear(n=6)
+    advice = ask(t, schemes=('BF16',))
+    assert len(advice.seen['BF16']) == 3                 # steps 0, 1, 3 of five
+
+
+def test_a_scheme_that_refuses_the_net_says_why():
+    advice = ask(toy_training('cnn', 0), steps=4, schemes=('BF16', 'E4M3 blocks'))
+    assert advice.verdicts['BF16'][0] == 'yes' and advice.verdicts['E4M3 blocks'][0] == 'cannot run' and 'convolution' in advice.verdicts['E4M3 blocks'][1]
+
+
+def test_fp32_that_fails_blames_no_format():
+    t = linear()
+    bad = [(x*math.inf, y) for x, y in t.batches()]
+    with pytest.raises(ValueError, match='no format is to blame'): advise(t.model, t.opt(t.model.parameters()), t.loss_func, bad)
+
+
+def test_remarks():
+    assert any('did not fall' in r for r in ask(linear(opt=lambda ps: torch.optim.SGD(ps, 0.)), schemes=()).remarks)
+    assert any('a sum' in r for r in ask(linear(2.**20), schemes=()).remarks)
+    assert any('epsilon' in r for r in ask(linear(2.**-40, opt=lambda ps: torch.optim.Adam(ps, 1e-3)), schemes=()).remarks)
+    assert not any('octaves' in r for r in ask(linear(), schemes=()).remarks)
+    assert any('octaves' in r for r in ask(toy_training('deep_sigmoid'), steps=3, schemes=()).remarks)
