@@ -46,7 +46,7 @@ def test_a_scale_settles_before_it_is_judged():
     batch = next(t.batches())
     trial = Trial('FP16 ALS', t)
     assert share(*[trials.gradients(t.model, batch)['0.weight'] for trials in (trial, Trial('FP32', t))]) > .99 and trial.scaler.scale > 2.**30
-    t = linear(2.**20)
+    t = linear(2.**8)
     trial = Trial('FP16 Megatron', t)
     assert trial.gradients(t.model, batch) is not None and trial.scaler.scale < 1e6
     t = linear(2.**60)
