@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCHEMES', 'Training', 'toy_training', 'measured_scale', 'with_floor', 'by_layer', 'scaled_by', 'rounded_once',
            'stored_in', 'at_output', 'converted', 'known_scheme', 'train_scheme', 'attempt', 'compare', 'lost_share',
-           'verdict', 'verdicts', 'summary']
+           'verdict', 'verdicts', 'summary', 'stored_shares', 'standings']
 
 # %% ../nbs/29_compare.ipynb #276efcee
 import json, math
@@ -198,7 +198,7 @@ def verdict(
     if None in shares: return 'refuses'
     failed = sum(not s < .5 for s in shares)             # a NaN has failed, too
     if failed: return f'fails {failed}/{len(shares)}'
-    if min(shares) <= 0 <= max(shares): return 'tie'
+    if min(shares) <= 0 <= max(shares) or abs(median(shares)) < .001: return 'tie'
     return f'{median(shares):+.1%}' if len(shares) >= 6 else 'open'
 
 def verdicts(
@@ -222,3 +222,27 @@ def summary(
         medians = {k: median(r[k] for r in rows) if rows else None for k in ('score', 'skipped')}
         lines[scheme] = dict(verdict='' if scheme == 'FP32' else verdict(shares)) | medians
     return lines
+
+# %% ../nbs/29_compare.ipynb #f7a96ec3
+def stored_shares(
+    table, # a study whose rows are 'net: scheme'
+    net:str, scheme:str, # one of them
+)->list: # as `verdicts` has them
+    "Each seed of a stored study beside FP32's"
+    def stored(scheme, what): return table.values(f'{net}: {scheme}', what)
+    found = zip(stored(scheme, 'score'), stored(scheme, 'before'), stored('FP32', 'score'))
+    return [None if math.isnan(before) else lost_share(score, before, fp32) for score, before, fp32 in found]
+
+def standings(
+    table, # the study `every_scheme`
+)->dict: # scheme -> how many nets tie, and the names of the others: 'apart', 'fails', 'refuses'
+    "The table in one line for each scheme"
+    found = {}
+    for row in table.rows:
+        net, scheme = row.split(': ')
+        if scheme == 'FP32': continue
+        says = verdict(stored_shares(table, net, scheme)).split()[0]
+        line = found.setdefault(scheme, dict(ties=0, apart=[], fails=[], refuses=[]))
+        if says == 'tie': line['ties'] += 1
+        else: line[says if says in line else 'apart'].append(net)
+    return found

@@ -118,7 +118,7 @@ def test_an_error_of_the_training_is_no_refusal():
 
 
 @pytest.mark.parametrize('shares, says', [
-    ([-.1, .1]*3, 'tie'), ([0., .1, .1, .1, .1, .1], 'tie'), ([.01]*6, '+1.0%'), ([-.02]*10, '-2.0%'), ([.01]*5, 'open'), ([.1, -.1], 'tie'),
+    ([-.1, .1]*3, 'tie'), ([0., .1, .1, .1, .1, .1], 'tie'), ([.01]*6, '+1.0%'), ([-.02]*10, '-2.0%'), ([.0009]*10, 'tie'), ([.0002]*9 + [.02], 'tie'), ([.01]*5, 'open'), ([.1, -.1], 'tie'),
     ([.6, -.1], 'fails 1/2'), ([.5, 0.], 'fails 1/2'), ([math.nan, .1], 'fails 1/2'), ([math.inf]*3, 'fails 3/3'), ([None]*6, 'refuses')])
 def test_verdict(shares, says): assert verdict(shares) == says
 
