@@ -55,15 +55,23 @@ def toy_training(
     def score(model): return evaluate(model, data, toy.loss_func)['loss']
     return Training(toy.model(seed), toy.opt, toy.loss_func, drawn, score, toy.schedule(steps))
 
-# %% ../nbs/29_compare.ipynb #48d55dde
-def measured_scale(t): return StaticScaler.measured(t.model, next(iter(t.batches())), t.loss_func)
+# %% ../nbs/29_compare.ipynb #35c79949
+def measured_scale(
+    t, # a Training
+)->StaticScaler:
+    "The scale that brings the largest gradient of the first batch to 2¹⁰"
+    return StaticScaler.measured(t.model, next(iter(t.batches())), t.loss_func)
 
-def with_floor(t):
+def with_floor(
+    t, # a Training
+)->DynamicScaler:
     "Torch's rule from the measured scale, and no lower than four octaves below it"
     scale = measured_scale(t).scale.item()
     return DynamicScaler(scale, min_scale=scale/16, hold=False)
 
-def by_layer(t):
+def by_layer(
+    t, # a Training
+)->LayerwiseScaler:
     "A measured factor for each layer, and the measured scale"
     batch, scale = next(iter(t.batches())), measured_scale(t).scale.item()
     return LayerwiseScaler.measured(t.model, batch, t.loss_func, init_scale=max(1., scale))
@@ -75,8 +83,10 @@ def scaled_by(
     "FP32 weights and optimizer, both passes in half precision"
     return lambda t: MixedStep(scaler(t), dtype)
 
-# %% ../nbs/29_compare.ipynb #f64f70e5
-def rounded_once(t):
+# %% ../nbs/29_compare.ipynb #3369f0c4
+def rounded_once(
+    t, # a Training; its weights are changed
+)->Callable: # a step for `fit`
     "FP32 from weights that are rounded to FP16 once, before the first step: how far does that alone carry?"
     for p in t.model.parameters(): p.data = p.data.half().float()
     return plain_step
@@ -98,7 +108,10 @@ def stored_in(
         return step
     return begin
 
-def at_output(t, target=2.**7):
+def at_output(
+    t, # a Training
+    target:float=2.**7, # where E4M3 ends at 448
+)->float: # a power of two
     "The power of two that brings the largest gradient of the first batch's predictions to the target or below"
     xb, yb = next(iter(t.batches()))
     pred = predict(deepcopy(t.model), xb)
@@ -154,9 +167,9 @@ def train_scheme(
     if not t.score: return dict(before=seen['loss'][0], score=sum(last)/len(last), skipped=skipped)
     with torch.no_grad(): return dict(before=before, score=t.score(t.model.float()), skipped=skipped)
 
-# %% ../nbs/29_compare.ipynb #09cac5e6
+# %% ../nbs/29_compare.ipynb #1bab50a3
 def attempt(
-    name, t, seed, # as for `train_scheme`
+    name:str, t:Training, seed:int, # as for `train_scheme`
 )->dict: # the same, and why a scheme 'refused'
     "Train, or say why not"
     try: return train_scheme(name, t, seed) | dict(refused='')

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TORCH_NAMES', 'version', 'imports', 'has_cuda', 'devices', 'cores', 'machine_line', 'casts', 'step_seconds',
-           'speed_ratio', 'in_words', 'Report', 'tf32_setting', 'advise', 'examine', 'report_rows', 'doctor']
+           'speed_ratio', 'in_words', 'Report', 'tf32_setting', 'recommend', 'examine', 'report_rows', 'doctor']
 
 # %% ../nbs/91_doctor.ipynb #732dad01
 import os, platform, subprocess, sys, time
@@ -139,7 +139,7 @@ def tf32_setting() -> str: # in words
     return f'on (torch.get_float32_matmul_precision() is {precision!r})'
 
 # %% ../nbs/91_doctor.ipynb #3f09d312
-def advise(
+def recommend(
     r: Report, # what was found
 ) -> list: # sentences
     "What to use on such a machine"
@@ -165,7 +165,7 @@ def examine() -> Report: # what was found, with advice
     formats = {f: casts(d, device) for f,d in TORCH_NAMES.items()}
     r = Report(platform.python_version(), versions, cores(), torch.get_num_threads(), devices(), formats,
                speed_ratio(torch.float16, device), speed_ratio(torch.bfloat16, device), tf32_setting(), vision)
-    r.advice = advise(r)
+    r.advice = recommend(r)
     return r
 
 # %% ../nbs/91_doctor.ipynb #44c7c51d

@@ -32,7 +32,7 @@ def test_doctor_reports_a_broken_package(tmp_path):
     (HERE, 'fast_half'), (replace(HERE, bf16_speed=3.), 'torch.autocast'), (replace(GPU, fp16_speed=8., bf16_speed=8.), 'start with it'),
     (replace(GPU, fp16_speed=8., bf16_speed=.3), 'FP16 with a loss scaler'), (GPU, 'train in FP32 unless memory is short'),
     (replace(HERE, torchvision='RuntimeError: nms'), 'matches torch 2.13')])
-def test_advice(report, words): assert any(words in s for s in M.advise(report)) and all(s.endswith('.') for s in M.advise(report))
+def test_advice(report, words): assert any(words in s for s in M.recommend(report)) and all(s.endswith('.') for s in M.recommend(report))
 
 
 def test_table_names_what_is_there_and_what_is_not():
