@@ -170,24 +170,29 @@ class HalfPrecisionCB(ContextCB):
 
 # %% ../nbs/12_callback.ipynb #25b8f484
 class StepHistory:
-    "Scale and outcome of every step, kept on the device until somebody looks"
-    def __init__(self): self.rows = []
-    def __len__(self): return sum(map(len, self.rows))
+    "Scale and outcome of every step, kept on the device until somebody looks, or for a thousand steps"
+    def __init__(self): self.old, self.rows = torch.empty(0, 2), []
+    def __len__(self): return len(self.old) + len(self.rows)
 
     def add(self, outcome):
         "Note a `StepOutcome`"
-        self.rows.append(torch.stack([outcome.scale, outcome.found_inf])[None])
-        if len(self.rows) == 1000: self.rows = [torch.cat(self.rows)]
+        self.rows.append(torch.stack([outcome.scale, outcome.found_inf]))
+        if len(self.rows) == 1000: self.old, self.rows = self.table, []
+
+    @property
+    def table(self)->Tensor: # (steps, 2)
+        "Both of each step, on the CPU"
+        return torch.cat([self.old, torch.stack(self.rows).cpu()]) if self.rows else self.old
 
     @property
     def scales(self)->Tensor: # float32, one a step
         "The loss scale of each step"
-        return torch.cat([torch.empty(0, 2), *(r.cpu() for r in self.rows)])[:, 0]
+        return self.table[:, 0]
 
     @property
     def skipped(self)->Tensor: # bool, one a step
         "Which steps were skipped"
-        return torch.cat([torch.empty(0, 2), *(r.cpu() for r in self.rows)])[:, 1] > 0
+        return self.table[:, 1] > 0
 
 # %% ../nbs/12_callback.ipynb #8e3a648b
 SCHEME_DTYPES = dict(fp16=torch.float16, bf16=torch.bfloat16)
