@@ -90,10 +90,10 @@ M = [Mutant(*row) for row in (
     ('half', 'policy[name] = torch.float32 if buffer or m in wide else dtype', 'policy[name] = dtype', 6, 'casts_all or norm'),
     ('half', 'torch.float32 if buffer or m in wide else dtype', 'torch.float32 if m in wide else dtype', 6, 'rotary'),
     ('half', 'return is_norm(m) or isinstance(m, (_Loss, ParametrizationList))', 'return isinstance(m, (_Loss, ParametrizationList))', 6, 'casts_all or norm'),
-    ('half', '        if not keeps_fp32(m) or takes_half(m): continue\n', '        continue\n', 6, 'norm_computes'),
-    ('half', 'if not isinstance(m, _Loss): res.append(m.register_forward_hook(CastOut(dtype), prepend=True))', 'pass', 6, 'norm_computes'),
+    ('half', 'if plain and keeps_fp32(m) and not takes_half(m): m.forward = FP32Forward(m, dtype)', 'if plain and keeps_fp32(m) and not takes_half(m): pass', 6, 'norm_computes'),
+    ('half', 'return out if isinstance(self.module, _Loss) else cast(out, self.dtype)', 'return out', 6, 'norm_computes'),
     ('half', 'with torch.autocast(device, self.dtype): out', 'with torch.autocast(device, self.dtype, False): out', 6, 'buffer_meets'),
-    ('half', 'm._nested, m.use_nested_tensor = m.use_nested_tensor, False', 'pass', 6, 'padding_mask'),
+    ('half', 'setattr(m, name, False)', 'pass', 6, 'padding_mask'),
     ('half', "    _remove_casts(model)\n    _set_dtypes(model, policy)\n    return model\n\n", "    _set_dtypes(model, policy)\n    return model\n\n", 6, 'back_to_fp32'),
     ('half', "if dtype not in HALVES: raise", "if False: raise", 7, 'half_is'),
     # the callback: restored whatever happens
