@@ -230,18 +230,18 @@ class MixedPrecisionCB(HalfPrecisionCB):
     @contextmanager
     def one_fit(self):
         "Watch the model if the policy does; a fit that ends, however it ends, leaves no trace"
-        learn, before = self.learn, (deepcopy(self.scaler.state_dict()), self.history)
+        learn, finding = self.learn, hasattr(self.learn, 'lr_finder') # lr_find is a fit, too
+        before = deepcopy((self.scaler.state_dict(), self.history)) if finding else None
         refuse_fastais(learn)
         refuse_untrainable(learn.model)
-        finding = hasattr(learn, 'lr_finder') # lr_find is a fit, too
-        if finding: self.history = StepHistory()
         self.stats = GradStats(self.scaler, learn.model, self.group)
         try: yield
         finally:
             if self.stats.watched: self.stats.watched.remove()
             learn.opt.zero_grad() # the scale may be in them
-            if finding: self.history = before[1]
-            if finding: self.scaler.load_state_dict(before[0])
+            if finding:
+                self.history = before[1]
+                self.scaler.load_state_dict(before[0])
 
     def before_batch(self):
         "What this step's forward passes write into buffers goes back if it is skipped"

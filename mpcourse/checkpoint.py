@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['KIND', 'READABLE', 'BACK', 'fcntl', 'FORMAT', 'COUNTED', 'random_states', 'set_random_states', 'plain', 'from_plain',
            'locked', 'write_whole', 'save_training_state', 'read_training_state', 'load_training_state', 'remembered',
-           'remember', 'rememberers', 'fit_state', 'set_fit_state', 'order_states', 'set_order_states', 'rest_of_epoch',
-           'fit_arguments', 'load_fit', 'rank_file', 'choose_common_step', 'save_fit', 'fit_file', 'pass_over', 'claim',
-           'CheckpointCB']
+           'remember', 'rememberers', 'fit_state', 'set_fit_state', 'rest_of_epoch', 'rank_file', 'choose_common_step',
+           'save_fit', 'fit_file', 'pass_over', 'claim', 'CheckpointCB']
 
 # %% ../nbs/13_checkpoint.ipynb #2b08830d
 import os, random, warnings, zipfile
@@ -26,21 +25,25 @@ from .callback import is_training, MixedPrecisionCB
 from .master import group_params, inner_optimizer
 
 # %% ../nbs/13_checkpoint.ipynb #94551c98
-def random_states()->dict: # of all generators that a training may draw from
-    "Where Python's, numpy's and torch's random numbers are"
+def random_states(
+    *more, # generators as Python's `random.Random`, beside the four kinds
+)->dict: # of all generators that a training may draw from
+    "Where random numbers are"
     out = dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state())
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         out['cuda'] = torch.cuda.get_rng_state_all()
-    return out
+    return out | dict(more=[rng.getstate() for rng in more])
 
 def set_random_states(
     states:dict, # from `random_states`
+    *more, # likewise
 ):
     "Go on drawing from there"
     random.setstate(states['python'])
     np.random.set_state(states['numpy'])
     torch.set_rng_state(states['torch'])
     if 'cuda' in states: torch.cuda.set_rng_state_all(states['cuda'])
+    for rng, state in zip(more, states['more']): rng.setstate(state)
 
 # %% ../nbs/13_checkpoint.ipynb #8ac803d5
 KIND = 'mpcourse kind'
@@ -133,18 +136,24 @@ def _masters(model, opt):
     own = set(model.parameters())
     return [p.data for g in group_params(opt) for p in g if p not in own]
 
+def _bare(model):
+    "The model inside DistributedDataParallel and torch.compile"
+    if hasattr(model, '_orig_mod'): return _bare(model._orig_mod)
+    parallel = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+    return _bare(model.module) if parallel else model
+
 # %% ../nbs/13_checkpoint.ipynb #d2b8c54f
 FORMAT = 'mpcourse training state 4'
 
 def save_training_state(
     path, # of the file; its folder must exist; if it is a link, where that leads
-    model:nn.Module, # that is trained
+    model:nn.Module, # also inside DistributedDataParallel or torch.compile
     opt, # torch's or fastai's, on the model's parameters or on masters
     scaler=None, # a loss scaler, or anything else with state_dict and load_state_dict
     **extra, # what only the loop knows: epoch, batch, order of the samples, a schedule's state …
 )->Path: # the file
     "Write all that a training needs to go on bit for bit; call it between two steps"
-    opt = inner_optimizer(opt)
+    model, opt = _bare(model), inner_optimizer(opt)
     about = _about(model, opt, scaler)
     weights = model.state_dict()
     weights.update(plain(weights)) # it knows the version of each module, too
@@ -164,6 +173,7 @@ def read_training_state(
         with zipfile.ZipFile(path) as z: bad = z.testzip() # torch writes checksums and ignores them
         doc = torch.load(path, map_location=device, weights_only=True)
         if bad or doc['format'] != FORMAT: raise ValueError(f'checksum of {bad}, format {doc["format"]!r}')
+        doc['model'].update(from_plain(doc['model']))
         return dict(model=doc['model'], **from_plain(doc['rest']))
     except Exception as e:
         raise ValueError(f'{path} is cut off, damaged, or no training state of this version: '
@@ -177,7 +187,7 @@ def load_training_state(
     scaler=None, # likewise
 )->dict: # the **extra of the call that saved it
     "Fill model, optimizer, scaler and random numbers from a file; or ValueError, and nothing changed"
-    path, opt = Path(path), inner_optimizer(opt)
+    path, model, opt = Path(path), _bare(model), inner_optimizer(opt)
     here, doc = _about(model, opt, scaler), read_training_state(path)
     about, state = doc['about'], doc['scaler']
     wrong = [f'{k} was {about.get(k)} and is {here.get(k)}' for k in about | here
@@ -254,21 +264,7 @@ def set_fit_state(
         for x, kept in zip(them, state['remembered'].get(n, [])): remember(x, kept)
 
 # %% ../nbs/13_checkpoint.ipynb #3662f141
-def _generators(learn): return [dl.rng for dl in learn.dls.loaders if hasattr(dl, 'rng')]
-
-def order_states(
-    learn:Learner, # before an epoch's training
-)->dict: # for `set_order_states`
-    "What decides in which order its loaders hand out the samples"
-    return dict(loaders=[rng.getstate() for rng in _generators(learn)], random=random_states())
-
-def set_order_states(
-    learn:Learner, # before an epoch's training
-    states:dict, # from `order_states`
-):
-    "The same order again"
-    for rng, state in zip(_generators(learn), states['loaders']): rng.setstate(state)
-    set_random_states(states['random'])
+def _own(learn): return [dl.rng for dl in learn.dls.loaders if hasattr(dl, 'rng')]
 
 def rest_of_epoch(
     learn:Learner, # whose `all_batches` this replaces, once
@@ -281,26 +277,6 @@ def rest_of_epoch(
     for _ in range(done): next(batches)
     restore()
     for i, b in enumerate(batches, done): learn.one_batch(i, b)
-
-# %% ../nbs/13_checkpoint.ipynb #5223f486
-def fit_arguments(
-    learn:Learner, # at the start of a fit
-)->dict: # for a file
-    "What is compared before a fit goes on"
-    sizes = dict(epochs=learn.n_epoch, batches=len(learn.dls.train), examples=len(learn.dls.train_ds))
-    return sizes | dict(hypers=[*map(dict, learn.opt.hypers)])
-
-def load_fit(
-    file:Path, # of this rank
-    learn:Learner, # with the same model and optimizer
-    arguments:dict, # from `fit_arguments`
-)->dict: # from `fit_state`, and what else was saved
-    "Read a checkpoint; ValueError if it was written by a fit with other arguments"
-    was = read_training_state(file)['extra'].get('arguments')
-    if was != arguments:
-        raise ValueError(f'{file} is of a fit with {was}, and this one has {arguments}: run the same '
-                         'script from its beginning, or give another path.')
-    return load_training_state(file, learn.model, learn.opt, _scaler(learn))
 
 # %% ../nbs/13_checkpoint.ipynb #c13a003f
 def _several(): return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -359,7 +335,7 @@ def pass_over(
     "Everything is as it was at the end; nobody else is called"
     learn.model.to(getattr(learn.dls, 'device', None)).eval()
     set_fit_state(learn, state)
-    set_order_states(learn, state['order'])
+    set_random_states(state['order'], *_own(learn))
     learn.training = False
     for cb in learn.cbs: cb.run = cb is mine # fastai sets it again after the fit
     raise CancelFitException
@@ -393,12 +369,18 @@ class CheckpointCB(Callback):
         "Is there something to go on from?"
         if not is_training(self.learn): return
         self.place, self.saved, self.last = claim(rank_file(self.path)), None, 0
-        path, n, self.arguments = self.place[1], _fits[self.place], fit_arguments(self.learn)
+        (_, path), n, learn = self.place, _fits[self.place], self.learn
         self.file = fit_file(path, n)
+        self.arguments = dict(epochs=learn.n_epoch, batches=len(learn.dls.train),
+                              examples=len(learn.dls.train_ds), hypers=[*map(dict, learn.opt.hypers)])
         if self.resume and _several(): choose_common_step(self.file)
         if self.resume and self.file.exists():
-            self.saved = load_fit(self.file, self.learn, self.arguments)
-            if self.saved['done']: pass_over(self.learn, self.saved, self)
+            was = read_training_state(self.file)['extra'].get('arguments')
+            if was != self.arguments: raise ValueError(
+                f'{self.file} is of a fit with {was}, and this one has {self.arguments}: run the same '
+                'script from its beginning, or give another path.')
+            self.saved = load_training_state(self.file, learn.model, learn.opt, _scaler(learn))
+            if self.saved['done']: pass_over(learn, self.saved, self)
         self.order = 80
         fit_file(path, n + 1).unlink(missing_ok=True) # of an earlier life
 
@@ -420,8 +402,8 @@ class CheckpointCB(Callback):
 
     def before_train(self):
         "Remember from which states this epoch's order is drawn"
-        if self.saved: set_order_states(self.learn, self.saved['order'])
-        self.order_now = order_states(self.learn)
+        if self.saved: set_random_states(self.saved['order'], *_own(self.learn))
+        self.order_now = random_states(*_own(self.learn))
 
     def restore(self):
         "All is as it was when the checkpoint was written"
@@ -451,4 +433,4 @@ class CheckpointCB(Callback):
         if self.saved: warnings.warn(f'{self.file} holds the end of this fit, which is passed over: '
                                      'remove it to train anew.')
         else: save_fit(self.file, self.learn, arguments=self.arguments,
-                       order=order_states(self.learn), done=True)
+                       order=random_states(*_own(self.learn)), done=True)

@@ -591,11 +591,27 @@ def test_torchs_own_grad_scaler_is_a_scaler_too(tmp_path):
     assert new.get_scale() == 2.**7 and equal(net, other)
 
 
-def test_lent_models_have_the_same_file(tmp_path):
+def test_compiled_and_lent_models_have_the_same_file(tmp_path):
     (net, opt), (other, there) = small(), small(1)
-    with HalfWeights(net): save_training_state(tmp_path/'s.pt', net, opt)
+    with HalfWeights(net): save_training_state(tmp_path/'s.pt', torch.compile(net, backend='eager'), opt)
     load_training_state(tmp_path/'s.pt', other, there)
     assert equal(net, other) and all(p.dtype == torch.float32 for p in other.parameters())
+
+
+class Told(nn.Linear):
+    "A module with more state than tensors, and a version"
+    _version, rates = 3, ()
+    def get_extra_state(self): return dict(rates=self.rates, kinds=['a', (1, 2)])
+    def set_extra_state(self, state): self.rates = state['rates']; assert state['kinds'] == ['a', (1, 2)]
+    def _load_from_state_dict(self, state, prefix, meta, *args): self.seen = meta.get('version'); super()._load_from_state_dict(state, prefix, meta, *args)
+
+
+def test_what_a_module_tells_beside_its_tensors_is_there_again(tmp_path):
+    net, other = Told(2, 2), Told(2, 2)
+    net.rates = [.1, .2, .3]
+    save_training_state(tmp_path/'s.pt', net, torch.optim.SGD(net.parameters(), lr=.1))
+    load_training_state(tmp_path/'s.pt', other, torch.optim.SGD(other.parameters(), lr=.1))
+    assert other.rates == [.1, .2, .3] and other.seen == 3
 
 
 def test_the_new_file_takes_the_old_ones_place_in_one_move(tmp_path):
