@@ -15,6 +15,7 @@ import torch
 from fastai.basics import Callback, CancelStepException, DataLoaders, Learner, patch
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from .half import cast as cast_floats
 from .master import HalfWeights
@@ -67,11 +68,12 @@ def autocast_depth()->int: # how many are entered
 def preserve_modes(
     kind:str, # a type of device
 ): # a context
-    "Afterwards autocast and no_grad are as they were, even where Ctrl-C came while one was entered or left"
+    "Afterwards autocast, no_grad and modes are as they were, even where Ctrl-C came while one was entered or left"
     was, dtype, depth = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), autocast_depth()
-    recording = torch.is_grad_enabled()
+    recording, modes = torch.is_grad_enabled(), len(_get_current_dispatch_mode_stack())
     try: yield
     finally:
+        while len(_get_current_dispatch_mode_stack()) > modes: _pop_mode() # as `fast_half`
         torch.set_grad_enabled(recording)
         torch.set_autocast_enabled(kind, was)
         torch.set_autocast_dtype(kind, dtype)

@@ -332,6 +332,7 @@ class CollectionLog:
 
     def add(self, step, keys, table, hists, notes):
         "Remember a collection and write it"
+        if self.entries and self.entries[-1][1] == keys: keys = self.entries[-1][1]     # one copy is enough
         self.entries.append((step, keys, table, hists, notes))
         rows = self.rows(self.entries[-1]) if self.writers else []
         for w in self.writers: w(step, rows)
