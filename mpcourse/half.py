@@ -205,6 +205,7 @@ def clamp_infinite(
     "Replace ±inf by the largest finite value of each tensor's dtype"
     return _map(lambda t: t.clamp(torch.finfo(t.dtype).min, torch.finfo(t.dtype).max), x)
 
+# %% ../nbs/08_half.ipynb #948af7bd
 class Handles(list):
     "Handles of hooks, which go together; a context, too"
     def remove(self):
@@ -214,6 +215,7 @@ class Handles(list):
     def __enter__(self): return self
     def __exit__(self, *exc): self.remove()
 
+# %% ../nbs/08_half.ipynb #e3f69446
 class ClampInfinite:
     "A forward hook: what a module returns has no infinity in it"
     def __call__(self, module, args, out): return clamp_infinite(out)

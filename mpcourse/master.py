@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from .half import (as_came_in, cast, cast_policy, FP32Forward, has_buffers, keeps_fp32, takes_half,
-                           WrappedForward)
+from .half import as_came_in, cast, cast_policy, FP32Forward, has_buffers, keeps_fp32
+from .half import takes_half, WrappedForward
 
 # %% ../nbs/09_master.ipynb #87161823
 def group_params(
