@@ -15,6 +15,7 @@ import torch
 from fastai.basics import Callback, CancelStepException, DataLoaders, Learner, patch
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from .half import cast as cast_floats
 from .master import HalfWeights
@@ -67,11 +68,12 @@ def autocast_depth()->int: # how many are entered
 def preserve_modes(
     kind:str, # a type of device
 ): # a context
-    "Afterwards autocast and no_grad are as they were, even where Ctrl-C came while one was entered or left"
+    "Afterwards autocast, no_grad and modes are as they were, even where Ctrl-C came while one was entered or left"
     was, dtype, depth = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), autocast_depth()
-    recording = torch.is_grad_enabled()
+    recording, modes = torch.is_grad_enabled(), len(_get_current_dispatch_mode_stack())
     try: yield
     finally:
+        while len(_get_current_dispatch_mode_stack()) > modes: _pop_mode() # as `fast_half`
         torch.set_grad_enabled(recording)
         torch.set_autocast_enabled(kind, was)
         torch.set_autocast_dtype(kind, dtype)
@@ -170,24 +172,29 @@ class HalfPrecisionCB(ContextCB):
 
 # %% ../nbs/12_callback.ipynb #25b8f484
 class StepHistory:
-    "Scale and outcome of every step, kept on the device until somebody looks"
-    def __init__(self): self.rows = []
-    def __len__(self): return sum(map(len, self.rows))
+    "Scale and outcome of every step, kept on the device until somebody looks, or for a thousand steps"
+    def __init__(self): self.old, self.rows = torch.empty(0, 2), []
+    def __len__(self): return len(self.old) + len(self.rows)
 
     def add(self, outcome):
         "Note a `StepOutcome`"
-        self.rows.append(torch.stack([outcome.scale, outcome.found_inf])[None])
-        if len(self.rows) == 1000: self.rows = [torch.cat(self.rows)]
+        self.rows.append(torch.stack([outcome.scale, outcome.found_inf]))
+        if len(self.rows) == 1000: self.old, self.rows = self.table, []
+
+    @property
+    def table(self)->Tensor: # (steps, 2)
+        "Both of each step, on the CPU"
+        return torch.cat([self.old, torch.stack(self.rows).cpu()]) if self.rows else self.old
 
     @property
     def scales(self)->Tensor: # float32, one a step
         "The loss scale of each step"
-        return torch.cat([torch.empty(0, 2), *(r.cpu() for r in self.rows)])[:, 0]
+        return self.table[:, 0]
 
     @property
     def skipped(self)->Tensor: # bool, one a step
         "Which steps were skipped"
-        return torch.cat([torch.empty(0, 2), *(r.cpu() for r in self.rows)])[:, 1] > 0
+        return self.table[:, 1] > 0
 
 # %% ../nbs/12_callback.ipynb #8e3a648b
 SCHEME_DTYPES = dict(fp16=torch.float16, bf16=torch.bfloat16)
@@ -225,18 +232,18 @@ class MixedPrecisionCB(HalfPrecisionCB):
     @contextmanager
     def one_fit(self):
         "Watch the model if the policy does; a fit that ends, however it ends, leaves no trace"
-        learn, before = self.learn, (deepcopy(self.scaler.state_dict()), self.history)
+        learn, finding = self.learn, hasattr(self.learn, 'lr_finder') # lr_find is a fit, too
+        before = deepcopy((self.scaler.state_dict(), self.history)) if finding else None
         refuse_fastais(learn)
         refuse_untrainable(learn.model)
-        finding = hasattr(learn, 'lr_finder') # lr_find is a fit, too
-        if finding: self.history = StepHistory()
         self.stats = GradStats(self.scaler, learn.model, self.group)
         try: yield
         finally:
             if self.stats.watched: self.stats.watched.remove()
             learn.opt.zero_grad() # the scale may be in them
-            if finding: self.history = before[1]
-            if finding: self.scaler.load_state_dict(before[0])
+            if finding:
+                self.history = before[1]
+                self.scaler.load_state_dict(before[0])
 
     def before_batch(self):
         "What this step's forward passes write into buffers goes back if it is skipped"

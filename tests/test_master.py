@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
 from mpcourse.half import model_to_half
-from mpcourse.master import HalfWeights, get_master, to_master_grads, to_model_params, use_master
+from mpcourse.master import HalfWeights, get_master, to_master_grads, to_model_params, exchange_params
 import mpcourse.master as M
 
 pytestmark = pytest.mark.library
@@ -189,7 +189,7 @@ def test_master_update_is_that_of_float64(seed, widths, k, norm, kind):
     refs = [Ref(p.detach(), lr, wd, **(dict(betas=(.9, .99), eps=1e-5) if kind == 'fastai adam' else {})) for p in net.parameters()]
     ps, ms = get_master(opt)
     model_to_half(net)
-    use_master(opt, ps, ms)
+    exchange_params(opt, ps, ms)
     for _ in range(4):
         net.zero_grad()
         with fast_half(): (net(x).float().square().mean()*2.**k).backward()
@@ -237,15 +237,14 @@ def plain_steps(net, opt, n):
 
 def master_steps(net, opt, n):
     ps, ms = get_master(opt)
-    handle = use_master(opt, ps, ms)
+    exchange_params(opt, ps, ms)
     for _ in range(n):
         for p in net.parameters(): p.grad = None
         net(torch.randn(5, 8)).square().mean().backward()
         to_master_grads(ps, ms)
         opt.step()
         to_model_params(ps, ms)
-    handle.remove()
-    handle.remove()
+    exchange_params(opt, ms, ps)
 
 
 @every_opt
@@ -271,10 +270,11 @@ def test_frozen_parameters_keep_their_place(make):
     opt = make_opt(make, net)
     before = [[id(p) for p in g] for g in M.group_params(opt)]
     held = net[1].weight.detach().clone()
-    with use_master(opt, *get_master(opt)):
-        assert [id(p) for p in M.group_params(opt)[1]][:2] == before[1][:2] and [len(g) for g in M.group_params(opt)] == [2, 4]
-        raise_ = pytest.raises(ValueError, match='does not hold these parameters')
-        with raise_: use_master(opt, [[nn.Parameter(torch.ones(1))], []], [[nn.Parameter(torch.ones(1))], []])
+    ps, ms = get_master(opt)
+    exchange_params(opt, ps, ms)
+    assert [id(p) for p in M.group_params(opt)[1]][:2] == before[1][:2] and [len(g) for g in M.group_params(opt)] == [2, 4]
+    with pytest.raises(ValueError, match='does not hold these parameters'): exchange_params(opt, [[nn.Parameter(torch.ones(1))], []], [[nn.Parameter(torch.ones(1))], []])
+    exchange_params(opt, ms, ps)
     master_steps(net, opt, 2)
     assert [[id(p) for p in g] for g in M.group_params(opt)] == before and same_bits(net[1].weight.data, held)
 
@@ -283,8 +283,8 @@ def test_masters_are_handed_over_once():
     net = small()
     opt = make_opt('sgd', net)
     groups = get_master(opt)
-    use_master(opt, *groups)
-    with pytest.raises(ValueError, match='has masters by now'): use_master(opt, *groups)
+    exchange_params(opt, *groups)
+    with pytest.raises(ValueError, match='has masters by now'): exchange_params(opt, *groups)
 
 
 def test_half_state_becomes_fp32():
@@ -292,7 +292,7 @@ def test_half_state_becomes_fp32():
     opt = torch.optim.SGD([p], lr=.1, momentum=.9)
     p.grad = torch.ones_like(p)
     opt.step()
-    use_master(opt, *quiet(get_master, opt))
+    exchange_params(opt, *quiet(get_master, opt))
     (state,) = opt.state.values()
     assert state['momentum_buffer'].dtype is F32
 
