@@ -634,6 +634,8 @@ def test_gradients_that_are_zero_up_to_rounding_count_as_true():
     assert cos['input 2'] == 1 and min(cos.values()) > 1 - 1e-9
     def lost(x, w): return scaled(x, 1., 0.) + x[:, :1].detach() + unit_linear(x, w).detach()*0 + (w*0).sum()
     assert gradient_cosines(lost, r(8, 4), r(4, 4)) == {'input 0': 0., 'input 1': 1.}, 'ours is zero where the true one is not'
+    def spurious(x, w): return x + scaled(w, 0., 1.)
+    assert gradient_cosines(spurious, r(8, 4), r(8, 4))['input 1'] == 0., 'the true one is zero where ours is not'
     def small(x, w): return x + scaled(scaled(x, 1., -1.), 1e-12, 1e-12) + 1e-8*scaled(w, 1., -1.)
     assert gradient_cosines(small, r(8, 4), r(8, 4))['input 1'] < -.99, 'small is not yet zero'
 
