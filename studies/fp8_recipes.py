@@ -65,7 +65,7 @@ def student(recipe, outlier, seed, steps=400):
 def unit_scaled(recipe, seed, steps=80):
     "Mean of the last ten training losses of the unit-scaled transformer"
     from mpcourse.unit import unit_cross_entropy
-    from mpcourse.unit_models import CharModel
+    from unit_sweep import CharModel
     with seeded(seed): model = CharModel('pre-norm', True, context=32)
     if recipe: model = simulate_fp8(model, recipe)
     opt = torch.optim.Adam(model.parameters(), lr=.05, betas=(.9, .99))

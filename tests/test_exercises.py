@@ -441,16 +441,24 @@ WRONG = {
             stds = unit_stds(lambda x, gate: x*gate.sigmoid(), x=torch.randn(2**18), gate=torch.randn(2**18))
             y = scaled(x, 1., 1/stds['x'])*scaled(gate, 1., 1/stds['gate']).sigmoid()
             return scaled(y, constrain({k: 1/v for k, v in stds.items()})['y'], 1.)""",
-    # 26: takes away the same share of the whole each time
-    'check_input_share': 'lambda tau, layers: max(0., 1 - tau*layers)',
-    # 26: forgets the backward pass
-    'check_ffn_overhead': 'lambda t, d, hidden: (2*t*hidden + t*d)/(2*t*d*hidden)',
+    # 26: forgets the window's entries; takes all channels, and not those of a group
+    'check_conv_rate': ('lambda lr, conv: lr*conv.in_channels**-.5', 'lambda lr, conv: lr*(conv.in_channels*math.prod(conv.kernel_size))**-.5'),
+    # 26: pairs each net's own best; lets a NaN win
+    'check_transfer_cost': ("""
+        def transfer_cost(narrow, wide):
+            return [min(v) - min(w) for v, w in zip(zip(*narrow.values()), zip(*wide.values()))]""", """
+        def transfer_cost(narrow, wide):
+            def best_of(table): return min(table, key=lambda rate: -sum(table[rate]))
+            return [a - b for a, b in zip(wide[best_of(narrow)], wide[best_of(wide)])]"""),
+    # 26: one rate for all; divides the first layer's, too
+    'check_ordinary_groups': ('lambda model, lr, base: [dict(params=list(model.parameters()), lr=lr)]', """
+        def ordinary_groups(model, lr, base):
+            return [dict(params=[p], lr=lr*base/p.shape[1] if p.dim() > 1 else lr) for p in model.parameters()]"""),
     # 26: has no ear for the constraint
     'check_unit_softplus': """
         def unit_softplus():
-            ideal = elementwise_factors(F.softplus)
             class UnitSoftplus(UnitLayer, torch.nn.Softplus):
-                def forward(self, x): return unit_elementwise(F.softplus, x, ideal, 'none')
+                def forward(self, x): return unit_elementwise(F.softplus, x, 'none')
             return UnitSoftplus""",
     # 27: the exponent nearest to amax, which lets elements saturate; the standard's floor, which cuts
     'check_shared_exponent': ('lambda amax: round(math.log2(amax)) - 8', 'lambda amax: math.floor(math.log2(amax)) - 8'),

@@ -11,9 +11,9 @@ from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fast_half
 from mpcourse.zoo import Study, study
 from mpcourse.unit import unit_cross_entropy
-from mpcourse.unit_models import CharModel
 
 FOLDER = ROOT/'studies'
+CharModel = study('unit_sweep').module.CharModel
 NAMES = sorted(f.stem for f in FOLDER.glob('*.json') if f.name != 'claims.json')     # tools/claims.py writes that one
 
 

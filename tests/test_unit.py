@@ -8,12 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpcourse.emulate import emulate
 from mpcourse.tensorcore import PRODUCTS, fast_half
 from mpcourse.formats import same_bits
-from mpcourse.unit import (CONSTRAINTS, ELEMENTWISE, assert_not_unit_scaled, assert_true_directions, assert_unit_scaled, attention_factors, constrain,
-                           cut_edges, elementwise_factors, gradient_cosines, linear_factors, residual_add, residual_split, running_tau, scaled,
-                           softmax_factors, softmax_sums, true_gradients, unit_attention, unit_avg_pool1d, unit_avg_pool2d, unit_batch_norm, unit_conv1d,
-                           unit_conv2d, unit_cross_entropy, unit_dropout, unit_elementwise, unit_embedding, unit_gelu, unit_group_norm, unit_layer_norm,
-                           unit_linear, unit_matmul, unit_mse, unit_readout, unit_relu, unit_rms_norm, unit_sigmoid, unit_silu, unit_softmax, unit_stds,
-                           unit_tanh, weighted_add)
+from mpcourse.unit import (CONSTRAINTS, ELEMENTWISE, assert_true_directions, assert_unit_scaled, attention_factors, constrain, elementwise_factors,
+                           gradient_cosines, linear_factors, residual_add, residual_split, running_tau, scaled, softmax_factors, softmax_sums, true_gradients,
+                           unit_attention, unit_cross_entropy, unit_dropout, unit_elementwise, unit_embedding, unit_gelu, unit_layer_norm, unit_linear,
+                           unit_matmul, unit_mse, unit_norm, unit_op, unit_readout, unit_relu, unit_sigmoid, unit_silu, unit_softmax, unit_stds, unit_tanh,
+                           weighted_add)
+from mpcourse.unit_models import unit_avg_pool, unit_conv
 
 pytestmark = pytest.mark.library
 H, S, D = torch.float16, torch.float32, torch.float64
@@ -24,6 +24,18 @@ MEANS = dict(geometric=statistics.geometric_mean, harmonic=statistics.harmonic_m
 @pytest.fixture(autouse=True)
 def seed():
     with torch.random.fork_rng(): torch.manual_seed(0); yield
+
+
+unit_conv1d, unit_conv2d = partial(unit_conv, F.conv1d), partial(unit_conv, F.conv2d)
+unit_avg_pool1d, unit_avg_pool2d = partial(unit_avg_pool, F.avg_pool1d), partial(unit_avg_pool, F.avg_pool2d)
+def unit_rms_norm(x, shape, w=None, eps=None): return unit_norm(lambda x, w, b: F.rms_norm(x, shape, w, eps), x, w, features=math.prod(shape))
+def unit_group_norm(x, groups, w=None, b=None): return unit_norm(lambda x, w, b: F.group_norm(x, groups, w, b), x, w, b, x.shape[1])
+def unit_batch_norm(x, mean=None, var=None, w=None, b=None, training=True):
+    return unit_norm(lambda x, w, b: F.batch_norm(x, mean, var, w, b, training), x, w, b, x.shape[1])
+
+
+def assert_not_unit_scaled(f, tol=.1, **tensors):
+    with pytest.raises(AssertionError): assert_unit_scaled(f, tol, **tensors)
 
 
 def r(*shape): return torch.randn(shape)
@@ -93,6 +105,7 @@ def pool(dims, b, c, size, kernel, **kw):
 PAPER = dict(relu=(1.713, 1.414), gelu=(1.701, 1.481), silu=(1.787, 1.623), tanh=(1.593, 1.467), sigmoid=(4.801, 4.723))
 UNARY = dict(relu=unit_relu, gelu=unit_gelu, silu=unit_silu, tanh=unit_tanh, sigmoid=unit_sigmoid)
 PLAIN = dict(relu=torch.relu, gelu=F.gelu, silu=F.silu, tanh=torch.tanh, sigmoid=torch.sigmoid)
+TABLE = PLAIN | dict(relu=F.relu)
 
 
 def unary(name, *shape): return Case(f'{name} {shape}', UNARY[name], PLAIN[name], dict(zip('yx', PAPER[name])), x=r(*shape))
@@ -130,22 +143,14 @@ def readout(b, m, n):
     return Case(case.name.replace('linear', 'readout'), unit_readout, F.linear, case.want, ('w', 'b'), **case.tensors)
 
 
-def add(weights, *shapes):
-    size = torch.broadcast_shapes(*shapes).numel()
-    want = dict(y=1/math.hypot(*weights)) | {k: (w*w*size/math.prod(s))**-.5 for k, w, s in zip('abc', weights, shapes)}
-    def ours(*xs, constraint): return weighted_add(*xs, weights=weights, constraint=constraint)
-    return Case(f'add {weights} {shapes}', ours, lambda *xs: sum(w*x for w, x in zip(weights, xs)), want, **{k: r(*s) for k, s in zip('abc', shapes)})
-
-
 def own(f, *shape):
     ideal = elementwise_factors(f)
-    return Case(f'own {f.__name__}', lambda x, constraint: unit_elementwise(f, x, ideal, constraint), f, ideal, x=r(*shape))
+    return Case(f'own {f.__name__}', lambda x, constraint: unit_elementwise(f, x, constraint), f, ideal, x=r(*shape))
 
 
 with torch.random.fork_rng():
     torch.manual_seed(1)
-    OPS = [readout(512, 256, 128), readout(2048, 64, 512), add((1, 1), (256, 256), (256, 256)), add((3, .5, 1), (512, 64), (512, 64), (512, 64)),
-           add((1, 2), (1024, 512), (1024, 1)), own(F.softplus, 512, 512), own(torch.sin, 2**18),
+    OPS = [readout(512, 256, 128), readout(2048, 64, 512), own(F.softplus, 512, 512), own(torch.sin, 2**18),
            linear(512, 256, 128), linear(2048, 64, 1024, bias=True), linear(256, 1024, 32), linear(4096, 16, 2048), linear(64, 512, 512, bias=True),
            matmul(64, 128, 256), matmul(32, 16, 512, (8,), (8,)), matmul(128, 64, 64, (4, 2), ()), matmul(64, 256, 64, (), (8,)),
            matmul(64, 32, 64, (8, 1), (1, 4)),
@@ -330,6 +335,19 @@ def test_the_bias_is_added_after_the_factor():
     torch.testing.assert_close(unit_linear(x, w, b) - unit_linear(x, w), b.expand(64, 32))
 
 
+@pytest.mark.parametrize('before', [1., .3])
+@pytest.mark.parametrize('given', ['xwb', 'xw', 'x'])
+def test_an_op_of_your_own_gets_its_factors_in_order(given, before):
+    xs = {k: r(5).double().requires_grad_() if k in given else None for k in 'xwb'}
+    def op(x, w, b): return torch.exp(x)*(1 if w is None else w*w) + (0 if b is None else b)
+    f = dict(y=2., x=3., w=.5, b=7.)
+    ours = unit_op(op, f, before, **xs)
+    plain = 2*op(xs['x'], xs['w'], None) + (0 if xs['b'] is None else xs['b'])
+    torch.testing.assert_close(ours, plain)
+    up, true = r(5).double(), op(*xs.values())
+    for k, a, b in zip(given, *[torch.autograd.grad(y, [xs[k] for k in given], up) for y in (ours, true)]): torch.testing.assert_close(a, b*f[k])
+
+
 # --- where the factors stand ---
 
 class Operands(TorchDispatchMode):
@@ -456,7 +474,7 @@ def test_an_embedding_of_one_symbol_does_not_overflow():
 @pytest.mark.parametrize('name', PAPER)
 def test_quadrature_finds_the_papers_factors(name):
     found = elementwise_factors(PLAIN[name])
-    for k, want in zip('yx', PAPER[name]): assert round(found[k], 3) == want and abs(found[k] - ELEMENTWISE[name][k]) < 1e-6
+    for k, want in zip('yx', PAPER[name]): assert round(found[k], 3) == want and abs(found[k] - ELEMENTWISE[TABLE[name]][k]) < 1e-6
 
 
 @pytest.mark.parametrize('name', PAPER)
@@ -480,14 +498,16 @@ def test_std_and_not_rms():
 
 def test_elementwise_of_your_own():
     ideal = elementwise_factors(F.softplus)
-    assert_unit_scaled(lambda x: unit_elementwise(F.softplus, x, ideal, 'none'), tol=.02, x=r(2**18))
-    assert_true_directions(lambda x: x + unit_elementwise(F.softplus, x, ideal), r(64))
-    with pytest.raises(AssertionError): assert_true_directions(lambda x: x + unit_elementwise(F.softplus, x, ideal, 'none'), r(64))
+    for kw in (dict(), dict(ideal=ideal)):
+        assert_unit_scaled(lambda x: unit_elementwise(F.softplus, x, 'none', **kw), tol=.02, x=r(2**18))
+        assert_true_directions(lambda x: x + unit_elementwise(F.softplus, x, **kw), r(64))
+    with pytest.raises(AssertionError): assert_true_directions(lambda x: x + unit_elementwise(F.softplus, x, 'none'), r(64))
+    with torch.inference_mode(): assert elementwise_factors(torch.cos)['x'] > 1
 
 
 @pytest.mark.parametrize('n', [1, 2, 3, 5, 17, 100, 3000])
 def test_softmax_by_quadrature_and_by_dice(n):
-    s, h = (v.item() for v in softmax_sums([n]))
+    s, h = softmax_sums(n)
     a, b = dice(n, 2**20)
     assert s == pytest.approx(a, rel=.02) and h == pytest.approx(b, rel=.02, abs=1e-9)
 
@@ -499,8 +519,8 @@ def test_softmax_of_two_has_a_formula():
     p = z.sigmoid()
     s = 2*((w*p*p).sum()/w.sum()).item()
     h = (w*4*(p*(1 - p))**2).sum().item()/w.sum().item()
-    got = softmax_sums([2])
-    assert got[0].item() == pytest.approx(s, rel=1e-9) and got[1].item() == pytest.approx(h, rel=1e-8)
+    got = softmax_sums(2)
+    assert got[0] == pytest.approx(s, rel=1e-9) and got[1] == pytest.approx(h, rel=1e-8)
 
 
 def test_softmax_in_the_limit_is_the_papers():
@@ -614,14 +634,10 @@ def test_gradients_that_are_zero_up_to_rounding_count_as_true():
     assert cos['input 2'] == 1 and min(cos.values()) > 1 - 1e-9
     def lost(x, w): return scaled(x, 1., 0.) + x[:, :1].detach() + unit_linear(x, w).detach()*0 + (w*0).sum()
     assert gradient_cosines(lost, r(8, 4), r(4, 4)) == {'input 0': 0., 'input 1': 1.}, 'ours is zero where the true one is not'
+    def spurious(x, w): return x + scaled(w, 0., 1.)
+    assert gradient_cosines(spurious, r(8, 4), r(8, 4))['input 1'] == 0., 'the true one is zero where ours is not'
     def small(x, w): return x + scaled(scaled(x, 1., -1.), 1e-12, 1e-12) + 1e-8*scaled(w, 1., -1.)
     assert gradient_cosines(small, r(8, 4), r(8, 4))['input 1'] < -.99, 'small is not yet zero'
-
-
-def test_a_model_that_returns_no_tensor_needs_a_loss():
-    model = nn.LSTM(4, 4)
-    with pytest.raises(ValueError, match='returned a tuple and not a tensor: give a loss_func'): assert_true_directions(model, r(3, 2, 4))
-    assert_true_directions(model, r(3, 2, 4), loss_func=lambda out: out[0].sum())
 
 
 @pytest.mark.parametrize('factor', [2, .5])
@@ -660,26 +676,6 @@ def test_true_gradients_ends_with_its_block_and_stays_in_its_thread():
         other = []
         t = threading.Thread(target=lambda: other.append(got())); t.start(); t.join()
     assert got() == [2.]*4 and other == [[2.]*4]
-
-
-def random_graph(g, nodes, edges): return {i: tuple(torch.randint(nodes, (2,), generator=g).tolist()) for i in range(edges)}
-
-
-def test_cut_edges_of_random_graphs():
-    "Against another definition: an edge is cut if its ends are not connected without it"
-    g = torch.Generator().manual_seed(0)
-    def connected(a, b, pairs):
-        known, todo = {a}, [a]
-        while todo:
-            n = todo.pop()
-            for p, q in pairs:
-                for s, t in ((p, q), (q, p)):
-                    if s == n and t not in known: known.add(t); todo.append(t)
-        return b in known
-    for i in range(60):
-        edges = random_graph(g, 2 + i % 7, 1 + i % 9)
-        want = [k for k, (a, b) in edges.items() if not connected(a, b, [e for m, e in edges.items() if m != k])]
-        assert cut_edges(edges) == want
 
 
 # --- the optimizer's path: proposition 5.1 ---
@@ -777,14 +773,11 @@ def test_weighted_add_is_unit(weights):
     got = unit_stds(partial(weighted_add, weights=weights), **xs)
     w = torch.tensor(weights or (1., 1, 1), dtype=D)
     check_stds(got, dict(zip('yabc', [1, *(w/w.norm()).abs().tolist()])), .02)
-    assert_unit_scaled(partial(weighted_add, weights=weights, constraint='none'), tol=.02, **xs)
     torch.testing.assert_close(weighted_add(*xs.values(), weights=weights), sum(v*x for v, x in zip((w/w.norm()).float(), xs.values())))
 
 
 def test_weighted_add_with_a_broadcast_term():
     xs = dict(a=r(512, 512), b=r(512), c=r(512, 1))
-    assert_unit_scaled(partial(weighted_add, constraint='none'), tol=.1, **xs)
-    assert_not_unit_scaled(lambda a, b, c: a + b + c, **xs)
     assert_true_directions(lambda a, b, c: weighted_add(a, b, c, weights=(1, 2, 3)) + a, *xs.values())
 
 
@@ -1131,85 +1124,65 @@ print('breaks', sum(torch._dynamo.utils.counters['graph_break'].values()))
 # --- bad input ---
 
 BAD = [
-    (lambda: unit_linear(r(4, 4), r(4, 4), constraint='gmean'), "no constraint 'gmean': there are geometric"),
-    (lambda: constrain(dict(y=1.), None), 'no constraint None'),
-    (lambda: unit_linear(torch.ones(4, 4, dtype=torch.int64), r(4, 4)), 'unit_linear needs a floating-point x, not torch.int64'),
-    (lambda: unit_gelu(torch.ones(4, dtype=torch.bool)), 'unit_gelu needs a floating-point x, not torch.bool'),
-    (lambda: scaled(torch.ones(3, dtype=torch.int32), 2., 3.), 'floating-point numbers, not torch.int32'),
-    (lambda: unit_linear(r(0, 4), r(4, 4)), r'unit_linear was given x of shape \(0, 4\)'),
-    (lambda: unit_linear(r(4, 0), r(4, 0)), r'shape \(4, 0\)'),
-    (lambda: unit_matmul(r(2, 3), r(3, 0)), r'right of shape \(3, 0\)'),
-    (lambda: unit_matmul(r(3), r(3, 2)), r'unit_matmul needs matrices, not shapes \(3,\)'),
-    (lambda: unit_softmax(r(3, 0)), r'unit_softmax was given x'),
-    (lambda: unit_attention(r(2, 0, 4), r(2, 3, 4), r(2, 3, 4)), 'unit_attention was given q'),
-    (lambda: unit_attention(r(2, 2, 4), r(2, 3, 4), r(2, 3, 4), True), 'Causal attention of 2 queries over 3 keys'),
-    (lambda: unit_conv1d(r(2, 3, 2), r(4, 3, 5)), r'window of \(5,\) does not fit into \(2,\)'),
-    (lambda: unit_avg_pool2d(r(2, 3, 2, 2), 3), r'window of \(3, 3\) does not fit'),
-    (lambda: unit_conv2d(r(0, 3, 4, 4), r(4, 3, 3, 3)), 'unit_conv2d was given x'),
-    (lambda: unit_avg_pool1d(r(1, 1, 4), 0), r'Windows of \(0,\), \(0,\) apart'),
-    (lambda: unit_avg_pool2d(r(1, 1, 4, 4), 2, (2, 0)), r'\(2, 0\) apart'),
-    (lambda: unit_conv1d(r(2, 3, 4), r(4, 3, 1), dilation=0), r'dilated by \(0,\)'),
-    (lambda: unit_conv1d(r(2, 4, 4), r(4, 4, 1), groups=0), 'unit_conv1d cannot split channels into 0 groups'),
-    (lambda: unit_embedding(r(4), r(3, 4)), 'unit_embedding needs row numbers, not torch.float32'),
-    (lambda: unit_embedding(torch.ones(0, dtype=torch.int64), r(3, 4)), 'at least one'),
-    (lambda: unit_dropout(r(4), 1.), 'p=1.0 leaves nothing'),
-    (lambda: unit_dropout(r(4), -.1), 'p=-0.1'),
-    (lambda: residual_split(r(4), 0), 'tau=0 is meant'),
-    (lambda: residual_split(r(4), 1.), 'tau=1.0 is meant'),
-    (lambda: residual_add(r(4), r(4), math.nan), 'tau=nan'),
-    (lambda: running_tau(0), 'no residual layer 0'),
-    (lambda: weighted_add(), 'weighted_add of 0 terms'),
-    (lambda: weighted_add(r(2), r(2), weights=(1,)), 'needs as many weights'),
-    (lambda: weighted_add(r(2), r(2), weights=(1, 0)), 'none of them 0'),
-    (lambda: weighted_add(r(2), torch.ones(2, dtype=torch.int64)), 'floating-point x1'),
-    (lambda: unit_cross_entropy(r(4, 10), torch.zeros(5, dtype=torch.int64)), r'it got \(4, 10\), \(5,\)'),
-    (lambda: unit_cross_entropy(r(4, 10), zeros(4)), 'targets .* of integers'),
-    (lambda: unit_cross_entropy(r(4, 1), torch.zeros(4, dtype=torch.int64)), 'at least 2 classes'),
+    (lambda: unit_linear(r(4, 4), r(4, 4), constraint='gmean'), "'gmean'"), (lambda: constrain(dict(y=1.), None), 'None'),
+    (lambda: scaled(torch.ones(3, dtype=torch.int32), 2., 3.), 'torch.int32'), (lambda: unit_linear(r(4, 0), r(4, 0)), r'\(4, 0\)'),
+    (lambda: unit_attention(r(2, 2, 4), r(2, 3, 4), r(2, 3, 4), True), '2 queries over 3 keys'),
+    (lambda: residual_split(r(4), 0), 'tau=0'), (lambda: residual_split(r(4), 1.), 'tau=1.0'), (lambda: residual_split(r(4), math.nan), 'tau=nan'),
+    (lambda: residual_split(r(4), running_tau(0)), 'tau=1.0'), (lambda: weighted_add(r(2), r(2), weights=(1,)), 'zip'),
+    (lambda: weighted_add(r(2), torch.ones(2, dtype=torch.int64)), 'torch.int64'),
+    (lambda: unit_cross_entropy(r(4, 10), torch.zeros(5, dtype=torch.int64)), r'\(4, 10\), \(5,\)'), (lambda: unit_cross_entropy(r(4, 10), zeros(4)), 'torch.float32'),
+    (lambda: unit_cross_entropy(r(4, 1), torch.zeros(4, dtype=torch.int64)), r'\(4, 1\)'),
     (lambda: unit_cross_entropy(r(4, 10), torch.zeros(4, dtype=torch.int64), label_smoothing=1.), '1.0'),
-    (lambda: unit_cross_entropy(r(0, 10), torch.zeros(0, dtype=torch.int64)), 'unit_cross_entropy was given x'),
-    (lambda: unit_mse(r(4, 1), r(4)), r'not \(4, 1\) with \(4,\)'),
-    (lambda: unit_layer_norm(r(0, 4), (4,)), 'unit_layer_norm was given x'),
-    (lambda: unit_batch_norm(torch.ones(2, 3, dtype=torch.int64)), 'unit_batch_norm needs'),
-]
+    (lambda: unit_cross_entropy(r(0, 10), torch.zeros(0, dtype=torch.int64)), r'\(0, 10\)'),
+    (lambda: unit_mse(r(4, 1), r(4)), r'\(4, 1\) with \(4,\)'), (lambda: unit_mse(r(0, 4), r(0, 4)), r'\(0, 4\)'), (lambda: unit_dropout(r(4), 1.1), '1.1')]
 
 
-@pytest.mark.parametrize('f,match', BAD, ids=[m[:40] for _, m in BAD])
-def test_bad_input_is_a_sentence(f, match):
-    with pytest.raises(ValueError, match=match) as e: f()
-    assert len(str(e.value).split()) > 6 and ':' in str(e.value) or 'count from' in str(e.value) or 'it got' in str(e.value)
+@pytest.mark.parametrize('f,value', BAD, ids=[v for _, v in BAD])
+def test_bad_input_is_refused_with_its_value(f, value):
+    with pytest.raises(ValueError, match=value): f()
+
+
+@pytest.mark.parametrize('f', [lambda: unit_conv1d(r(2, 3, 2), r(4, 3, 5)), lambda: unit_avg_pool2d(r(2, 3, 2, 2), 3), lambda: unit_avg_pool1d(r(1, 1, 4), 0),
+                               lambda: unit_conv1d(r(2, 3, 4), r(4, 3, 1), dilation=0), lambda: unit_embedding(r(4), r(3, 4)), lambda: unit_matmul(r(3), r(3, 2)),
+                               lambda: unit_dropout(r(4), 1.), lambda: weighted_add(), lambda: residual_split(r(4), running_tau(-1))])
+def test_what_torch_or_python_refuses_is_not_let_through(f):
+    with pytest.raises((RuntimeError, ValueError, ZeroDivisionError)): f()
 
 
 CALLS = {  # each op with its floating-point tensors by name
-    unit_linear: dict(x=(4, 4), w=(4, 4)), unit_readout: dict(x=(4, 4), w=(4, 4)), unit_matmul: dict(left=(4, 4), right=(4, 4)), unit_softmax: dict(x=(4, 4)),
-    unit_attention: dict(q=(2, 4, 4), k=(2, 4, 4), v=(2, 4, 4)), unit_conv1d: dict(x=(2, 4, 4), w=(4, 4, 1)), unit_conv2d: dict(x=(2, 4, 4, 4), w=(4, 4, 1, 1)),
-    partial(unit_avg_pool1d, kernel=2): dict(x=(2, 4, 4)), partial(unit_avg_pool2d, kernel=2): dict(x=(2, 4, 4, 4)), partial(unit_elementwise, torch.sin, ideal=dict(y=1., x=1.)): dict(x=(4,)),
-    partial(unit_layer_norm, shape=(4,)): dict(x=(4, 4)), partial(unit_rms_norm, shape=(4,)): dict(x=(4, 4)), partial(unit_group_norm, groups=2): dict(x=(4, 4)), unit_batch_norm: dict(x=(4, 4)),
-    partial(unit_embedding, torch.arange(3)): dict(w=(4, 4)), unit_dropout: dict(x=(4, 4)), unit_mse: dict(x=(4, 4), y=(4, 4)),
-    partial(unit_cross_entropy, y=torch.arange(4)): dict(x=(4, 4))} | {f: dict(x=(4, 4)) for f in UNARY.values()}
-def name_of(f): return getattr(f, 'func', f).__name__
+    'linear': (unit_linear, dict(x=(4, 4), w=(4, 4))), 'readout': (unit_readout, dict(x=(4, 4), w=(4, 4))), 'matmul': (unit_matmul, dict(left=(4, 4), right=(4, 4))),
+    'softmax': (unit_softmax, dict(x=(4, 4))), 'attention': (unit_attention, dict(q=(2, 4, 4), k=(2, 4, 4), v=(2, 4, 4))), 'conv1d': (unit_conv1d, dict(x=(2, 4, 4), w=(4, 4, 1))),
+    'conv2d': (unit_conv2d, dict(x=(2, 4, 4, 4), w=(4, 4, 1, 1))), 'pool1d': (partial(unit_avg_pool1d, kernel=2), dict(x=(2, 4, 4))), 'own': (partial(unit_elementwise, torch.sin), dict(x=(4,))),
+    'pool2d': (partial(unit_avg_pool2d, kernel=2), dict(x=(2, 4, 4, 4))), 'layer norm': (partial(unit_layer_norm, shape=(4,)), dict(x=(4, 4))), 'batch norm': (unit_batch_norm, dict(x=(4, 4))),
+    'embedding': (partial(unit_embedding, torch.arange(3)), dict(w=(4, 4))), 'dropout': (unit_dropout, dict(x=(4, 4))), 'mse': (lambda x, y: unit_mse(x, y), dict(x=(4, 4), y=(4, 4))),
+    'cross entropy': (partial(unit_cross_entropy, y=torch.arange(4)), dict(x=(4, 4)))} | {n: (f, dict(x=(4, 4))) for n, f in UNARY.items()}
 
 
-@pytest.mark.parametrize('f,k', [(f, k) for f, shapes in CALLS.items() for k in shapes], ids=lambda v: v if isinstance(v, str) else name_of(v))
-def test_each_op_names_the_tensor_that_cannot_be_scaled(f, k):
-    xs = {n: r(*s) for n, s in CALLS[f].items()}
+@pytest.mark.parametrize('name,k', [(n, k) for n, (_, shapes) in CALLS.items() for k in shapes])
+def test_each_op_names_the_tensor_that_cannot_be_scaled(name, k):
+    f, shapes = CALLS[name]
+    xs, said = {n: r(*s) for n, s in shapes.items()}, 'target' if (name, k) == ('mse', 'y') else k
     f(**xs)
     for dtype in (torch.int64, torch.bool, torch.complex64):
-        with pytest.raises(ValueError, match=f'{name_of(f)} needs a floating-point {k}, not {dtype}: cast it first'): f(**xs | {k: xs[k].to(dtype)})
+        with pytest.raises(ValueError, match=f'^{said}, {dtype} of'): f(**xs | {k: xs[k].to(dtype)})
     for d in range(xs[k].dim()):
         shape = [0 if i == d else n for i, n in enumerate(xs[k].shape)]
-        with pytest.raises(ValueError, match=rf'{name_of(f)} was given {k} of shape \({shape[0]}'): f(**xs | {k: r(*shape)})
+        try: f(**xs | {k: r(*shape)})
+        except ValueError as e: assert ', 0' in str(e) or '(0' in str(e), 'the shape is not named'
+        except RuntimeError: assert 'conv' in name or 'pool' in name or 'norm' in name, 'only where torch is asked first'
+        else: raise AssertionError('an empty tensor went through')
 
 
-@pytest.mark.parametrize('f', [f for f in CALLS if 'constraint' in inspect.signature(f).parameters] + [weighted_add], ids=name_of)
-def test_each_op_refuses_a_constraint_that_there_is_not(f):
-    xs = [r(*s) for s in CALLS.get(f, dict(x=(4,))).values()]
+@pytest.mark.parametrize('name', [n for n, (f, _) in CALLS.items() if 'constraint' in inspect.signature(f).parameters])
+def test_each_op_refuses_a_constraint_that_there_is_not(name):
+    f, shapes = CALLS[name]
     for bad in ('gmean', 'None', '', None):
-        with pytest.raises(ValueError, match=f'There is no constraint {bad!r}: there are geometric'): f(*xs, constraint=bad)
+        with pytest.raises(ValueError, match=f'{bad!r}: there are geometric'): f(**{n: r(*s) for n, s in shapes.items()}, constraint=bad)
 
 
 def test_parameters_that_are_no_floats():
     for f in (lambda b: unit_linear(r(4, 4), r(4, 4), b), lambda b: unit_conv1d(r(1, 4, 4), r(4, 4, 1), b), lambda b: unit_layer_norm(r(4, 4), (4,), b), lambda b: unit_batch_norm(r(4, 4), b=b)):
-        with pytest.raises(ValueError, match='floating-point numbers, not torch.int64: cast'): f(torch.ones(4, dtype=torch.int64))
+        with pytest.raises(ValueError, match='^[wb], torch.int64'): f(torch.ones(4, dtype=torch.int64))
 
 
 def test_nothing_is_half_changed():
@@ -1222,5 +1195,4 @@ def test_nothing_is_half_changed():
 
 def test_assertions_name_what_is_off():
     with pytest.raises(AssertionError, match="Not unit-scaled: {'y': "): assert_unit_scaled(F.linear, x=r(64, 64), w=r(64, 64))
-    with pytest.raises(AssertionError, match='each within 0.1 of 1'): assert_not_unit_scaled(lambda x: x*1., x=r(4096))
     with pytest.raises(AssertionError, match='nan'): assert_unit_scaled(lambda x: x*math.nan, x=r(64))

@@ -1,22 +1,20 @@
 """Layers that are torch's but for their ops, a conversion that refuses what it does not know, blocks and models of unit scale."""
 import copy, io
-from dataclasses import replace
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpcourse.toys as toys, mpcourse.unit as U
-from conftest import NBS
-from mpcourse.cli import checkers
 from mpcourse.tensorcore import fast_half
 from mpcourse.formats import same_bits
 from mpcourse.half import cast_policy, is_norm
-from mpcourse.toys import TOYS, char_transformer, deep_sigmoid, predict, relu_mlp
-from mpcourse.zoo import TwoTowers, captions, cnn, contrastive, two_towers
+from mpcourse.toys import TOYS, char_transformer, deep_sigmoid, relu_mlp
+from mpcourse.zoo import cnn, study, two_towers
 from mpcourse.unit import assert_true_directions, unit_cross_entropy
-from mpcourse.unit_models import (KINDS_OF_MODEL, UNIT_LAYERS, CharModel, UnitAttention, UnitFFN, UnitLayer, UnitLinear, UnitReadout,
-                                  UnitResidual, UnitRNN, UnitTwoTowers, unit_res_block, unit_scale, unit_transformer_layer)
+from mpcourse.unit_models import (UNIT_LAYERS, UnitAttention, UnitLayer, UnitLinear, UnitReadout, UnitResidual, not_convertible, unit_ffn, unit_layer,
+                                  unit_param_groups, unit_scale, unit_transformer_layer)
 
+sweep = study('unit_sweep').module
+CharModel, KINDS_OF_MODEL, UnitRNN = sweep.CharModel, sweep.KINDS_OF_MODEL, sweep.UnitRNN
 pytestmark = pytest.mark.library
 
 
@@ -32,7 +30,7 @@ MAKE = {nn.Linear: ((64, 96), (128, 64)), nn.Conv1d: ((16, 32, 3), (8, 16, 20)),
         nn.LayerNorm: ((64,), (32, 64)), nn.RMSNorm: ((64,), (32, 64)), nn.GroupNorm: ((4, 16), (8, 16, 5)), nn.BatchNorm1d: ((16,), (64, 16)),
         nn.BatchNorm2d: ((16,), (8, 16, 5, 5)), nn.ReLU: ((), (8, 64)), nn.GELU: ((), (8, 64)), nn.SiLU: ((), (8, 64)), nn.Tanh: ((), (8, 64)),
         nn.Sigmoid: ((), (8, 64)), nn.Softmax: ((-1,), (8, 64)), nn.Dropout: ((.2,), (8, 64)), nn.AvgPool1d: ((2,), (8, 16, 20)), nn.AvgPool2d: ((2,), (8, 16, 8, 8)),
-        nn.AdaptiveAvgPool1d: ((5,), (8, 16, 20)), nn.AdaptiveAvgPool2d: (((2, None),), (8, 16, 8, 6))}
+        nn.AdaptiveAvgPool2d: ((1,), (8, 16, 8, 6))}
 LAYERS = pytest.mark.parametrize('cls', MAKE, ids=lambda c: c.__name__)
 
 
@@ -115,19 +113,14 @@ def test_the_loss_layer_keeps_torchs_layout(shape):
 def test_the_loss_layer_refuses_classes_at_the_end():
     loss = UNIT_LAYERS[nn.CrossEntropyLoss]()
     for z, y in ((r(4, 7, 10), torch.zeros(4, 7, dtype=torch.int64)), (r(4, 10), r(4, 10)), (r(4, 10), r(4))):
-        with pytest.raises(ValueError, match=r'logits \(N, classes, …\) .* classes come last, take unit_cross_entropy'): loss(z, y)
+        with pytest.raises(ValueError, match='it got'): loss(z, y)
 
 
-def test_an_adaptive_mean_is_a_mean_over_windows_or_refused():
-    x = r(4, 8, 6, 9)
-    for size in (1, 3, (2, 9), (None, 3), 6):
-        layer = UNIT_LAYERS[nn.AdaptiveAvgPool2d](size)
-        if size == 6:
-            with pytest.raises(ValueError, match=r'from \(6, 9\) to \(6, 6\) has windows of several sizes'): layer(x)
-            continue
-        y, plain = layer(x), F.adaptive_avg_pool2d(x, size)
-        torch.testing.assert_close(y, plain*(y/plain).mean())
-    assert abs(unit_scale(nn.AdaptiveAvgPool2d(1), constraint='none')(r(256, 64, 8, 8)).std() - 1) < .05
+def test_a_mean_over_the_image_or_none():
+    x = r(256, 64, 8, 8)
+    assert abs(unit_scale(nn.AdaptiveAvgPool2d(1), constraint='none')(x).std() - 1) < .05
+    for size in (3, (1, 2)):
+        with pytest.raises(ValueError, match='output_size'): unit_scale(nn.AdaptiveAvgPool2d(size))
 
 
 @pytest.mark.parametrize('kw', [dict(), dict(momentum=None), dict(track_running_stats=False), dict(affine=False)], ids=str)
@@ -176,12 +169,13 @@ def used_twice():
     return nn.Sequential(lin, nn.Tanh(), nn.Sequential(lin))
 
 
-@pytest.mark.parametrize('make,names', [(tied, '0.weight and 4.weight'), (used_twice, '0.weight and 2.0.weight')])
+@pytest.mark.parametrize('make,names', [(tied, ('0.weight', '4.weight')), (used_twice, ('0.weight', '2.0.weight'))])
 def test_a_weight_in_two_places_is_refused(make, names):
     "Its edges are no cut edges: converted all the same, its gradient points elsewhere"
     model = make()
     before, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
-    with pytest.raises(ValueError, match=names): unit_scale(model, constraint='none')
+    with pytest.raises(ValueError, match=names[0]) as e: unit_scale(model, constraint='none')
+    assert names[1] in str(e.value)
     assert kinds == [type(m) for m in model.modules()] and all(same_bits(p, before[n]) for n, p in model.state_dict().items())
 
 
@@ -221,25 +215,25 @@ class MyLinear(nn.Linear):
 
 
 @pytest.mark.parametrize('model,match', [
-    (nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Flatten(), nn.MaxPool2d(2))), r'1\.1, a MaxPool2d'),
-    (nn.Sequential(Own()), r'know 0, a Own'), (nn.PReLU(), 'the model itself, a PReLU'), (nn.Sequential(MyLinear(4, 4)), 'a MyLinear'),
-    (nn.LSTM(4, 4), 'LSTM'), (nn.Sequential(nn.TransformerEncoderLayer(8, 2)), 'TransformerEncoderLayer'), (char_transformer(), 'CharTransformer'),
-    (two_towers(), 'TwoTowers'), (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), 'Parametrized'),
-    (nn.Sequential(nn.GELU('tanh')), "approximate='tanh' in layer '0'"),
-    (nn.Embedding(4, 4, padding_idx=0), 'padding_idx=0'), (nn.Conv2d(3, 3, 3, padding=1, padding_mode='reflect'), 'padding_mode'),
-    (nn.CrossEntropyLoss(reduction='sum'), "reduction='sum'"), (nn.AvgPool2d(2, ceil_mode=True), 'ceil_mode=True'), (nn.Sequential(nn.InstanceNorm2d(3)), 'InstanceNorm2d')],
-    ids=lambda v: v if isinstance(v, str) else '')
+    (nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Flatten(), nn.MaxPool2d(2))), r"'1\.1': .*MaxPool2d"), (nn.Sequential(Own()), "'0': .*Own"),
+    (nn.PReLU(), "'the model itself': .*PReLU"), (nn.Sequential(MyLinear(4, 4)), 'MyLinear'), (nn.LSTM(4, 4), 'LSTM'),
+    (nn.Sequential(nn.TransformerEncoderLayer(8, 2)), 'TransformerEncoderLayer'), (char_transformer(), 'CharTransformer'), (two_towers(), 'TwoTowers'),
+    (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), 'Parametrized'), (nn.Sequential(nn.GELU('tanh')), "'0': .*'approximate': 'tanh'"),
+    (nn.Embedding(4, 4, padding_idx=0), "'padding_idx': 0"), (nn.Conv2d(3, 3, 3, padding=1, padding_mode='reflect'), "'padding_mode': 'reflect'"),
+    (nn.CrossEntropyLoss(reduction='sum'), "'reduction': 'sum'"), (nn.AvgPool2d(2, ceil_mode=True), "'ceil_mode': True"),
+    (nn.Sequential(nn.InstanceNorm2d(3)), 'InstanceNorm2d')], ids=lambda v: v if isinstance(v, str) else '')
 def test_refuses_what_it_does_not_know_and_names_it(model, match):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=match) as e: unit_scale(model)
     assert ':' in str(e.value) and all(same_bits(p, before[n]) for n, p in model.state_dict().items())
 
 
-def test_all_unknown_modules_are_named_and_what_there_is_instead():
-    with pytest.raises(ValueError) as e: unit_scale(nn.Sequential(nn.PReLU(), nn.Linear(4, 4), nn.LSTM(4, 4)))
-    text = str(e.value)
-    assert '0, a PReLU; 2, a LSTM:' in text and all(n in text for n in ('UnitAttention', 'UnitResidual', 'unit_transformer_layer', 'is a promise'))
-    with pytest.raises(ValueError, match='7, a PReLU; and 4 more: nothing'): unit_scale(nn.Sequential(*[nn.PReLU() for _ in range(12)]))
+def test_everything_in_the_way_is_named_at_once():
+    model = nn.Sequential(nn.PReLU(), nn.Linear(4, 4), nn.LSTM(4, 4), nn.GELU('tanh'), nn.Linear(4, 4))
+    with torch.no_grad(): model[4].weight.fill_(float('nan'))
+    assert set(not_convertible(model)) == {'0', '2', '3', '4.weight'} and not_convertible(relu_mlp()) == {}
+    with pytest.raises(ValueError) as e: unit_scale(model)
+    assert all(f"'{n}': " in str(e.value) for n in not_convertible(model))
 
 
 def constant(w): w.fill_(.1)
@@ -248,8 +242,7 @@ def with_nan(w): w[0, 0] = float('nan')
 def with_inf(w): w[-1, -1] = float('-inf')
 
 
-@pytest.mark.parametrize('spoil,says', [(constant, r'mean 0\.1 and standard deviation'), (shifted, r'mean 0\.\d+ and standard deviation 0'),
-                                        (with_nan, 'mean nan'), (with_inf, 'mean -inf')])
+@pytest.mark.parametrize('spoil,says', [(constant, r'its mean is 0\.1'), (shifted, r'its mean is 0\.\d+'), (with_nan, 'it is not finite'), (with_inf, 'it is not finite')])
 @pytest.mark.parametrize('make', [lambda: nn.Linear(16, 16), lambda: nn.Linear(2, 1, bias=False), lambda: nn.Embedding(8, 16)], ids=['linear', 'two', 'table'])
 def test_weights_that_do_not_lie_around_zero_are_refused(make, spoil, says):
     model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([make()]))
@@ -258,7 +251,7 @@ def test_weights_that_do_not_lie_around_zero_are_refused(make, spoil, says):
         unit_scale(model)
         return
     before, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
-    with pytest.raises(ValueError, match=r'1\.0\.weight has ' + says + '.*unit scaling starts from weights around zero'): unit_scale(model)
+    with pytest.raises(ValueError, match=r"'1\.0\.weight': '" + says): unit_scale(model)
     assert kinds == [type(m) for m in model.modules()] and all(same_bits(p, before[n]) for n, p in model.state_dict().items())
 
 
@@ -270,7 +263,7 @@ def test_zero_weights_stay_zero_and_fresh_ones_of_any_size_are_taken(dtype):
     for seed in range(20):
         with toys.seeded(seed): layers = [nn.Linear(1, 2), nn.Linear(2, 1), nn.Linear(3, 3), nn.Linear(1, 1), nn.Linear(6, 6), nn.Conv2d(1, 4, 3)]
         unit_scale(nn.Sequential(*layers).to(dtype))
-    with pytest.raises(ValueError, match='weight has mean nan'):
+    with pytest.raises(ValueError, match='weight.*not finite'):
         norm = nn.LayerNorm(4)
         with torch.no_grad(): norm.weight[0] = float('nan')
         unit_scale(norm)
@@ -281,13 +274,13 @@ def pruned(what):
     return lambda: prune.l1_unstructured(nn.Linear(4, 4), what, .5)
 
 
-@pytest.mark.parametrize('make,held', [(lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), 'weight_orig, weight_u, weight_v'), (lambda: nn.utils.weight_norm(nn.Conv1d(4, 4, 1)), 'weight_g, weight_v'),
-                                       (pruned('weight'), 'weight_orig, weight_mask'), (pruned('bias'), 'bias_orig, bias_mask')], ids=['spectral', 'weight norm', 'pruned', 'bias pruned'])
+@pytest.mark.parametrize('make,held', [(lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), 'weight'), (lambda: nn.utils.weight_norm(nn.Conv1d(4, 4, 1)), 'weight'),
+                                       (pruned('weight'), 'weight'), (pruned('bias'), 'bias')], ids=['spectral', 'weight norm', 'pruned', 'bias pruned'])
 @pytest.mark.filterwarnings('ignore')
 def test_weights_that_are_computed_are_refused(make, held):
     layer = make()
     for model, name in ((layer, 'the model itself'), (nn.Sequential(nn.Tanh(), layer), '1'), (nn.Sequential(UnitResidual(layer)), '0.f')):
-        with pytest.raises(ValueError, match=f'of {name}, a (Linear|Conv1d), is no parameter but made from {held}'): unit_scale(model)
+        with pytest.raises(ValueError, match=f"'{name}': 'its {held} is no parameter"): unit_scale(model)
         assert type(layer) in (nn.Linear, nn.Conv1d)
 
 
@@ -296,7 +289,7 @@ def test_in_place_layers_are_converted_out_of_place():
     ours = unit_scale(model, readout='5')
     assert not any(getattr(m, 'inplace', False) for m in ours.modules()) and sum(getattr(m, 'inplace', False) for m in model.modules()) == 3
     assert_true_directions(ours, r(16, 8))
-    with pytest.raises(ValueError, match='inplace=True'): UNIT_LAYERS[nn.ReLU](inplace=True)
+    with pytest.raises(ValueError, match='inplace'): UNIT_LAYERS[nn.ReLU](inplace=True)
 
 
 def test_a_bias_before_batch_norm_is_no_false_alarm():
@@ -319,20 +312,16 @@ def test_micro_batches_add_up_to_less(k):
 def test_other_bad_input():
     with pytest.raises(ValueError, match="no constraint 'gmean'"): unit_scale(nn.Linear(4, 4), constraint='gmean')
     with pytest.raises(ValueError, match="no linear layer 'head'"): unit_scale(nn.Sequential(nn.Linear(4, 4)), readout='head')
-    with pytest.raises(ValueError, match='tau=1'): UnitResidual(nn.Identity(), tau=1)
-    with pytest.raises(ValueError, match='3 heads cannot share 64'): UnitAttention(64, 3)
-    with pytest.raises(ValueError, match='share=0'): UnitRNN(4, 4, 0)
-    with pytest.raises(ValueError, match="no 'GRU' model"): CharModel('GRU')
-    with pytest.raises(ValueError, match="approximate='tanh'"): UNIT_LAYERS[nn.GELU]('tanh')
-    for block in (UnitFFN, UnitAttention):
-        with pytest.raises(ValueError, match="no constraint 'gmean': there are"): block(4, constraint='gmean')
+    with pytest.raises(ValueError, match='tau=1'): UnitResidual(nn.Identity(), tau=1)(r(2, 4))
+    with pytest.raises(RuntimeError, match='3'): UnitAttention(64, 3)(r(2, 4, 64))
+    with pytest.raises(ValueError, match="'approximate': 'tanh'"): UNIT_LAYERS[nn.GELU]('tanh')
 
 
 def test_a_refused_conversion_is_not_half_done():
     "Unknown ops in a layer's own code are behind a class that is not known, and all else stays as it was"
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), Own(), nn.Linear(4, 4))
     before, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
-    for kw, match in ((dict(), 'know 2, a Own'), (dict(readout='1'), 'know 2'), (dict(known={Own: UnitLinear}, readout='1'), "no linear layer '1'"),
+    for kw, match in ((dict(), "'2': .*Own"), (dict(readout='1'), "'2': .*Own"), (dict(known={Own: UnitLinear}, readout='1'), "no linear layer '1'"),
                       (dict(known={Own: UnitLinear}, constraint='max'), "no constraint 'max'")):
         with pytest.raises(ValueError, match=match): unit_scale(model, **kw)
         assert [type(m) for m in model.modules()] == kinds and all(same_bits(p, before[n]) for n, p in model.state_dict().items())
@@ -342,7 +331,7 @@ def test_a_refused_conversion_is_not_half_done():
 def test_batch_norm_counts_no_batch_that_it_refuses(kw):
     bn = UNIT_LAYERS[nn.BatchNorm2d](4, **kw)
     for bad in (r(0, 4, 3, 3), torch.ones(2, 4, 3, 3, dtype=torch.int64)):
-        with pytest.raises(ValueError, match='unit_batch_norm'): bn(bad)
+        with pytest.raises((ValueError, RuntimeError)): bn(bad)
     assert bn.num_batches_tracked == 0 and (bn.running_mean == 0).all()
     bn(r(2, 4, 3, 3))
     assert bn.num_batches_tracked == 1
@@ -364,7 +353,6 @@ def test_the_readout_has_no_constraint_whatever_the_others_have():
 def test_our_own_blocks_may_stay_among_torchs_layers():
     ours = unit_scale(nn.Sequential(nn.Linear(8, 16), unit_transformer_layer(16), UnitRNN(16, 16), nn.Tanh()))
     assert type(ours[0]) is UnitLinear and type(ours[1][0].f) is UnitAttention
-    with pytest.raises(ValueError, match='0, a UnitResidual'): unit_scale(nn.Sequential(UnitResidual(nn.Linear(4, 4), tau=None)))
     with pytest.raises(ValueError, match='CharModel'): unit_scale(CharModel(unit=False))
 
 
@@ -376,9 +364,15 @@ def test_converting_twice_changes_nothing():
 
 # --- blocks and models ---
 
-BLOCKS = {'ffn': (lambda: UnitFFN(64), (256, 64)), 'attention': (lambda: UnitAttention(64), (16, 32, 64)), 'full attention': (lambda: UnitAttention(64, is_causal=False), (16, 32, 64)),
+def conv_block(c):
+    "Two convolutions with BatchNorm, as a residual branch"
+    conv, norm = (lambda: UNIT_LAYERS[nn.Conv2d](c, c, 3, padding='same', bias=False)), UNIT_LAYERS[nn.BatchNorm2d]
+    return UnitResidual(nn.Sequential(conv(), norm(c), UNIT_LAYERS[nn.ReLU](), conv(), norm(c)))
+
+
+BLOCKS = {'ffn': (lambda: unit_ffn(64), (256, 64)), 'attention': (lambda: UnitAttention(64), (16, 32, 64)), 'full attention': (lambda: UnitAttention(64, is_causal=False), (16, 32, 64)),
           'pre': (lambda: unit_transformer_layer(64), (16, 32, 64)), 'post': (lambda: unit_transformer_layer(64, post=True), (16, 32, 64)),
-          'conv': (lambda: unit_res_block(32), (16, 32, 8, 8)), 'rnn': (lambda: UnitRNN(32, 64), (32, 24, 32))}
+          'conv': (lambda: conv_block(32), (16, 32, 8, 8)), 'rnn': (lambda: UnitRNN(32, 64), (32, 24, 32))}
 
 
 @pytest.mark.parametrize('name', BLOCKS)
@@ -426,7 +420,7 @@ def test_character_models(kind):
 
 def test_the_recurrent_net_by_hand():
     "Its states, and its gradients: those of autograd times one over the root of what each sum runs over, steps among it"
-    rnn, x, n, t, tanh = UnitRNN(8, 16, share=.3).double(), r(4, 24, 8).double(), 4, 24, U.ELEMENTWISE['tanh']
+    rnn, x, n, t, tanh = UnitRNN(8, 16, share=.3).double(), r(4, 24, 8).double(), 4, 24, U.ELEMENTWISE[torch.tanh]
     h, states = None, []
     for xt in (F.linear(x, rnn.w)/128**.25 + rnn.b).unbind(1):
         h = torch.tanh(xt if h is None else .3**.5*xt + .7**.5*F.linear(h, rnn.u)/4)*(tanh['y']*tanh['x'])**.5
@@ -449,7 +443,8 @@ def test_places_have_the_gradient_of_symbols_summed_over_the_root_of_the_batch(k
 
 @pytest.mark.parametrize('constraint', U.CONSTRAINTS)
 def test_attention_by_hand(constraint):
-    x, m = r(2, 8, 16), UnitAttention(16, 2, context=8, constraint=constraint)
+    x, m = r(2, 8, 16), UnitAttention(16, 2, context=8)
+    m.constraint = m.qkv.constraint = m.out.constraint = constraint
     q, k, v = (t.view(2, 8, 2, 8).transpose(1, 2) for t in U.unit_linear(x, m.qkv.weight, m.qkv.bias, constraint).chunk(3, -1))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)*U.constrain(U.attention_factors(8, 8, True), constraint)['y']
     torch.testing.assert_close(m(x), U.unit_linear(y.transpose(1, 2).reshape(2, 8, 16), m.out.weight, m.out.bias, constraint))
@@ -494,88 +489,63 @@ def test_causal_convolution_sees_the_past_only():
         assert not torch.allclose(model(later)[:, 20], model(ids)[:, 20])
 
 
-# --- the toys, and two towers ---
-
-def unit_towers(seed=0): return unit_scale(two_towers(seed), constraint='none', known={TwoTowers: UnitTwoTowers})
-def unit_contrastive(z, y): return U.scaled(contrastive(z, y), 1., z.numel()/(z.shape[1] - 1)**.5)
-
-
-def pairs(): return next(iter(toys.batches(captions(), 256, 1)))
-
-
 @pytest.mark.parametrize('name', TOYS)
 def test_every_toy_is_converted_or_named(name):
     model = toys.get_toy(name).model()
     if name in ('char_lm', 'two_towers'):
-        with pytest.raises(ValueError, match=f'the model itself, a {type(model).__name__}'): unit_scale(model)
+        with pytest.raises(ValueError, match=f"'the model itself': .*{type(model).__name__}"): unit_scale(model)
     else: unit_scale(model)
 
 
-def test_two_towers_are_the_same_function_of_their_weights():
-    "The regular towers with the factors inside their weights give the same logits"
-    ours, plain = unit_towers().double(), two_towers().double()
-    plain.load_state_dict(ours.state_dict())
-    x, _ = pairs()
-    x = (x[0].double(), x[1])
-    with torch.no_grad():
-        for seq, gain in ((plain.image, 4.8013134), (plain.words, 1.7128586)):
-            lins = [m for m in seq if isinstance(m, nn.Linear)]
-            for i, m in enumerate(lins): m.weight.mul_(m.in_features**-.5*(gain if i else 1.))
-        torch.testing.assert_close(ours(*x), plain(*x), rtol=1e-6, atol=1e-6)
-    assert isinstance(ours.image[1], UnitLinear) and ours.image[1].constraint == 'none'
+# --- rates ---
+
+def rates(model, lr, **kw):
+    names = {p: n for n, p in model.named_parameters()}
+    found = {names[p]: g['lr'] for g in unit_param_groups(model, lr, **kw) for p in g['params']}
+    assert found.keys() == dict(model.named_parameters()).keys()
+    return found
 
 
-def test_two_towers_have_true_directions():
-    x, y = pairs()
-    assert_true_directions(unit_towers(), *x, loss_func=lambda z: unit_contrastive(z, y))
+def test_rates_by_hand():
+    layers = UNIT_LAYERS
+    model = nn.Sequential(layers[nn.Embedding](20, 16), layers[nn.LayerNorm](16), UnitLinear(16, 64), layers[nn.Conv2d](8, 4, (3, 5), groups=2), UnitReadout(64, 20))
+    model[4].power = 1.
+    want = {'0.weight': .5, '1.weight': .5/32, '1.bias': .5/32, '2.weight': .5/4, '2.bias': .5/32, '3.weight': .5*60**-.5, '3.bias': .5/32, '4.weight': .5, '4.bias': .5/32}
+    assert rates(model, .5) == pytest.approx(want) and rates(model, .5, vectors=1.)['2.bias'] == .5
+    assert rates(nn.Sequential(nn.Linear(64, 8, bias=False), nn.Conv1d(8, 4, 2, bias=False)), .5) == pytest.approx({'0.weight': .5/64, '1.weight': .5/16})
 
 
-def test_the_temperatures_gradient_is_a_sum_over_all_pairs():
-    (x, _), model = pairs(), unit_towers()
-    def grad(): return torch.autograd.grad(model(*x).sum(), model.log_scale)[0]
-    ours = grad()
-    with U.true_gradients(): true = grad()
-    torch.testing.assert_close(ours, true*2560**-.5, rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize('unit', [False, True])
+def test_under_its_rate_a_step_moves_the_output_as_far_at_every_width(unit):
+    def moved(d):
+        layer, x, up = (UnitLinear if unit else nn.Linear)(d, 64, bias=False), torch.ones(1, d), r(1, 64)
+        opt, before = torch.optim.Adam(unit_param_groups(layer, .1)), layer(x).detach()
+        layer(x).backward(up)
+        opt.step()
+        return (layer(x) - before).abs().mean().item()*(64**.25 if unit else 1)*(d**-.25 if unit else 1)
+    a, b, c = map(moved, (16, 64, 1024))
+    assert a == pytest.approx(b, rel=1e-2) and b == pytest.approx(c, rel=1e-2)
 
 
-def test_two_scales_of_gradient_in_one_net():
-    x, y = pairs()
-    def spread(model, loss_func):
-        loss_func(predict(model, x), y).backward()
-        sizes = [p.grad.pow(2).mean().sqrt().log2().item() for p in model.parameters() if p.dim() > 1]
-        return max(sizes) - min(sizes)
-    assert spread(unit_towers(), unit_contrastive) < 6.5 < 16 < spread(two_towers(), contrastive)
-    assert abs(spread(two_towers(), unit_contrastive) - spread(two_towers(), contrastive)) < .01    # a factor on the loss changes nothing
+@pytest.mark.parametrize('kind', KINDS_OF_MODEL)
+def test_groups_hold_each_parameter_once_and_train(kind):
+    model, ids = CharModel(kind, context=32), torch.randint(96, (4, 32))
+    opt, first = torch.optim.Adam(unit_param_groups(model, .1)), None
+    for _ in range(4):
+        loss = unit_cross_entropy(model(ids), ids)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        first = first or loss.item()
+    assert sum(len(g['params']) for g in opt.param_groups) == len(list(model.parameters())) and loss < first
 
 
-def test_the_contrastive_factor_is_right_at_zero():
-    z, (_, y) = torch.zeros(256, 10, requires_grad=True), pairs()
-    unit_contrastive(z, y).backward()
-    assert abs(z.grad.pow(2).mean().sqrt() - 1) < .02
-
-
-def test_towers_train_in_half_where_the_regular_ones_do_not():
-    def run(toy, scale=1.): return toys.train_toy(toy, fast_half()(toys.half_pass(torch.float16, scale)), steps=60)
-    toy = toys.get_toy('two_towers')
-    ours = replace(toy, model=lambda seed=0, device='cpu': unit_towers(seed), loss_func=unit_contrastive, opt=lambda ps: torch.optim.Adam(ps, .03, eps=1e-10))
-    assert run(ours).acc > .5 > .3 > run(toy).acc
-
-
-class Factors(TorchDispatchMode):
-    "Counts multiplications of a tensor by a number"
-    n = 0
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func._overloadpacket.__name__ == 'mul' and not (isinstance(args[1], torch.Tensor) and args[1].dim()): self.n += out.numel()
-        return out
-
-
-def test_factors_of_a_two_layer_net_are_as_the_exercise_counts_them():
-    t, d, h = 32, 16, 48
-    net, x = UnitFFN(d, h), r(t, d).requires_grad_()
-    net.up.bias = net.down.bias = None
-    with Factors() as c: y = net(x)
-    assert c.n == t*(2*h + d)
-    with Factors() as c: y.backward(torch.ones_like(y))
-    assert c.n == t*(2*h + d) + 2*d*h
-    checkers(next(p for p in NBS if p.name.startswith('26')))['ffn_overhead'](lambda t, d, h: (2*t*(2*h + d) + 2*d*h)/(6*t*d*h))
+def test_a_layer_of_your_own_in_the_table():
+    class Shift(nn.Module):
+        slope = 1
+        def forward(self, x): return F.softplus(x)
+    try:
+        ours = unit_layer(Shift, lambda m, x: U.unit_elementwise(F.softplus, x, m.constraint), slope=1)
+        assert type(unit_scale(nn.Sequential(Shift()))[0]) is ours and ours.__name__ == 'UnitShift' and abs(ours()(r(9999)).std() - 1) < .2
+    finally: del UNIT_LAYERS[Shift]
+    assert list(not_convertible(nn.Sequential(Shift()))) == ['0']

@@ -228,11 +228,11 @@ M = [Mutant(*row) for row in (
     ('gradscaler', "if 'policy' in state: self.policy.load_state_dict(state['policy'])", "if 'policy' in state: pass", 'gradscaler', 'restored'),
     ('gradscaler', 'seen = self._per_optimizer_states[id(optimizer)][\'seen\'] = self.stats.gather()', 'seen = self._per_optimizer_states[id(optimizer)][\'seen\'] = dict(self.stats.stats)', 4, 'gradscaler'),
     # unit scaling
-    ('unit', 'return dict(y=fan_in**-.5, x=fan_out**-.5, w=batch**-.5, b=batch**-.5)', 'return dict(y=fan_in**-.5, x=fan_out**-.5, w=batch**-.25, b=batch**-.5)', 6, 'unit'),
+    ('unit', 'return dict(y=rsqrt(fan_in), x=rsqrt(fan_out), w=rsqrt(batch), b=rsqrt(batch))', 'return dict(y=rsqrt(fan_in), x=rsqrt(fan_out), w=rsqrt(batch)**.5, b=rsqrt(batch))', 6, 'unit'),
     ('unit', 'def backward(ctx, g): return g if ctx.bwd == 1 else g*ctx.bwd, None, None', 'def backward(ctx, g): return g, None, None', 6, 'unit'),
-    ('unit', "fac = _fit(_by_name, constraint, name)", "fac = _fit(_by_name, constraint, 'relu')", 6, 'unit'),
+    ('unit', 'return scaled(op(*[args.get(n) for n in xs]), f[\'y\'], before)', 'return scaled(op(*[args.get(n) for n in xs]), f[\'y\'], 1.)', 6, 'unit'),
     ('unit_models', 'p.div_((std := p.std()) + (std == 0))', 'pass', 6, 'unit'),
-    ('unit_models', '    _check_known(model, known)\n', '', 6, 'unit'),
+    ('unit_models', "        if not (stays or cls): why[here] = f'nobody knows a {type(m).__name__}'\n", '', 6, 'unit'),
     # eight bits, and rounding
     ('fp8', 'return amax/fmt.max', 'return amax/fmt.max*.75', 6, 'operands'),
     ('fp8', 'self.history.copy_(torch.where(seen, later, self.history))', 'pass', 6, 'delayed'),
