@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from fastai.basics import Callback, CancelBatchException, find_bs
+from fastai.basics import Callback, CancelBatchException, find_bs, Learner
 from fastcore.basics import patch
 
 from .accumulate import RunningMean
+from .advise import advise as advise_training
 from .als import ALSScaler
 from .callback import ContextCB, is_training, MixedPrecisionCB
 from .dynamic import valid_steps
@@ -191,3 +192,24 @@ class RunningMeanCB(Callback):
         self.mean.add(find_bs(self.learn.yb))
         if self.mean.seen < self.n_acc: raise CancelBatchException
         self.mean.put()
+
+# %% ../nbs/89_learner.ipynb #fb120356
+def _torch_optimizer(learn):
+    "Torch's Adam or SGD with the numbers of a Learner's optimizer, which stays as it is"
+    was = learn.opt
+    if was is None: learn.create_opt()
+    h, learn.opt = learn.opt.hypers[-1], was
+    params = [p for p in learn.model.parameters() if p.requires_grad]
+    if 'sqr_mom' in h: return torch.optim.Adam(params, h['lr'], (h['mom'], h['sqr_mom']), h['eps'])
+    return torch.optim.SGD(params, h['lr'], h.get('mom', 0.))
+
+@patch
+def advise(self:Learner,
+    steps:int=100, # to watch, from the present weights
+    **kwargs, # for `mpcourse.advise.advise`
+): # its `Advice`
+    "Which schemes will train this model? Model and optimizer are not changed"
+    def drawn():
+        while True:
+            for *xb, yb in self.dls.train: yield xb[0] if len(xb) == 1 else tuple(xb), yb
+    return advise_training(self.model, _torch_optimizer(self), self.loss_func, drawn(), steps, **kwargs)

@@ -164,3 +164,28 @@ def test_remarks():
     assert any('epsilon' in r for r in ask(linear(2.**-40, opt=lambda ps: torch.optim.Adam(ps, 1e-3)), schemes=()).remarks)
     assert not any('octaves' in r for r in ask(linear(), schemes=()).remarks)
     assert any('octaves' in r for r in ask(toy_training('deep_sigmoid'), steps=3, schemes=()).remarks)
+
+
+@pytest.mark.parametrize('opt, of', [('Adam', torch.optim.Adam), ('SGD', torch.optim.SGD)])
+def test_a_learner_is_advised_and_not_changed(opt, of):
+    import fastai.basics as fastai
+    from mpcourse.callback import tensor_dls
+    from mpcourse.learner import _torch_optimizer
+    x = torch.randn(64, 8)
+    learn = fastai.Learner(tensor_dls((x, x[:, :1]), (x, x[:, :1]), 16), nn.Linear(8, 1), loss_func=F.mse_loss, opt_func=getattr(fastai, opt), lr=.01)
+    before = copy.deepcopy(learn.model.state_dict())
+    advice = learn.advise(20, schemes=('BF16', 'FP16 scale 1'))
+    assert {v for v, _ in advice.verdicts.values()} == {'yes'} and len(advice.seen['BF16']) == 5
+    assert learn.opt is None and all(torch.equal(a, b) for a, b in zip(before.values(), learn.model.state_dict().values()))
+    made = _torch_optimizer(learn)
+    assert type(made) is of and made.param_groups[0]['lr'] == .01
+    if opt == 'Adam': assert made.param_groups[0]['betas'] == (.9, .99) and made.param_groups[0]['eps'] == 1e-5
+
+
+def test_the_console_command(tmp_path, monkeypatch, capsys):
+    from mpcourse.cli import main
+    monkeypatch.chdir(tmp_path)
+    assert main(['advise', 'relu_mlp', '--steps', '5']) == 0
+    out = capsys.readouterr().out
+    assert 'FP16 hold' in out and 'arrives in' in out and 'because' in out
+    assert main(['advise', 'chess']) == 2 and "There is no toy 'chess'" in capsys.readouterr().err
