@@ -2,7 +2,7 @@
 
 `gpt`: `char_lm` of chapter 03, 80 steps, the mean of the last ten training losses. `plain` and `outlier`: a small
 residual net learns what a fixed net computes, 400 steps, its error on new inputs; in `outlier` one input in sixteen is
-2^16 times larger, and a norm behind the first layer takes that out again. The last layer of this net stays in FP32.
+2^16 times larger (or as it says), and a norm behind the first layer takes that out again. The last layer of this net stays in FP32.
 `unit` is the unit-scaled transformer of chapter 26, with a learning rate of its own: compare it with its own FP32.
 """
 import torch, torch.nn.functional as F
@@ -18,7 +18,8 @@ TEXT = {'FP32': None} | TEXT | {'mx_floor, readout in FP32': 'mx_floor'}
 PLAIN = {'FP32': None, 'E4M3, no scale': E4M3, 'tensorwise': 'tensorwise', 'mx': 'mx', 'mx_floor': 'mx_floor'}
 OUTLIER = {'FP32': None} | {k: k for k in ('tensorwise', 'delayed', 'rowwise', 'block', 'mx', 'mx_floor')}
 UNIT = {'FP32': None, 'E4M3, no scale': E4M3}
-TASKS = dict(gpt=TEXT, plain=PLAIN, outlier=OUTLIER, unit=UNIT)
+SOME = {'FP32': None, 'tensorwise': 'tensorwise', 'mx': 'mx'}
+TASKS = dict(gpt=TEXT, plain=PLAIN, outlier=OUTLIER, unit=UNIT) | {f'outlier 2^{k}': SOME for k in (8, 12, 14)}
 ROWS = [f'{task}: {name}' for task, recipes in TASKS.items() for name in recipes]
 SEEDS = range(5)
 
@@ -46,9 +47,9 @@ def student(recipe, outlier, seed, steps=400):
     def batch(n):
         x = draw(n, 64)
         y = ((x @ teacher[0]).tanh() @ teacher[1]).tanh() @ teacher[2]
-        if outlier: x[::16] *= 2.**16
+        x[::16] *= outlier
         return x, y
-    with seeded(seed): model = Student(outlier)
+    with seeded(seed): model = Student(outlier > 1)
     if recipe: model = simulate_fp8(model, recipe, keep='layers.3')
     opt = torch.optim.Adam(model.parameters(), 3e-3, betas=(.9, .98))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, steps)
@@ -79,7 +80,7 @@ def run(row, seed):
     recipe = TASKS[task][name]
     if task == 'gpt': return train(recipe, seed, keep='head' if 'readout' in name else ())
     if task == 'unit': return unit_scaled(recipe, seed)
-    return student(recipe, task == 'outlier', seed)
+    return student(recipe, 2.**int(task.partition('^')[2] or 16) if 'outlier' in task else 1., seed)
 
 
 if __name__ == '__main__':

@@ -47,6 +47,7 @@ RULES = {
     'unit-scaled, rate/√fan_in, biases and norms at rate/32': control(True, range(-3, 3), .5, 1., 1/32),
     'RNN, regular, one rate': rnn(False, range(-10, -3), 0.),
     'RNN, regular, rate/fan_in': rnn(False, range(-4, 2), 1.),
+    'RNN, regular, rate × 32/width': rnn(False, range(-8, -2), 1., 1., 0., 32),
     'RNN, unit-scaled, one rate': rnn(True, range(-7, -1), 0.),
     'RNN, unit-scaled, rate/√fan_in': rnn(True, range(-4, 2), .5)}
 ROWS = [f'{name}: {d}' for name, rule in RULES.items() for d in rule.widths]
