@@ -50,7 +50,7 @@ def test_the_library_knows_no_study():
     assert (ROOT/'setup.py').read_text().count("find_packages(include=[cfg['lib_path']") == 1 and 'studies' not in (ROOT/'MANIFEST.in').read_text()
 
 
-@pytest.mark.parametrize('name, row', [('rain_study', 'torch'), ('bakeoff_study', 'deep_sigmoid: fp32'), ('als_table', 'FP32')])
+@pytest.mark.parametrize('name, row', [('rain_study', 'torch'), ('every_scheme', 'CNN: FP16 hold'), ('als_table', 'FP32')])
 def test_a_stored_row_again(monkeypatch, name, row):
     monkeypatch.setenv('MPCOURSE_SEED', '7')        # shifts the seeds of chapters, not those of stored results
     s = study(name)
@@ -311,3 +311,12 @@ def test_the_default_epsilon_breaks_every_form_in_half():
             opt = torch.optim.Adam(model.parameters(), .01, (.9, .99), eps)
             study('unit_sweep').module.all_half(scale)(model, *next(iter(toys.batches(toys.char_text(32), 16, 1))), opt, unit_cross_entropy if unit else toys.cross_entropy)
             assert breaks == (not all(p.isfinite().all() for p in model.parameters())), (form, eps)
+
+
+def test_the_front_page_has_the_tables_numbers():
+    from mpcourse.compare import standings
+    page = (ROOT/'README.md').read_text(encoding='utf-8')
+    for scheme, line in standings(study('every_scheme')).items():
+        if scheme == 'FP32 rounded once': continue
+        cells = [str(line['ties']), *('; '.join(line[k]) or '–' for k in ('apart', 'fails', 'refuses'))]
+        assert f'| {scheme} | {" | ".join(cells)} |' in page, f'{scheme}: the front page tells another story than the study: {cells}'
