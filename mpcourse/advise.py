@@ -79,8 +79,8 @@ def as_taken(
     "Adam divides a gradient by its own root mean square, this gradient included; SGD leaves it"
     names, out = {p: n for n, p in model.named_parameters()}, dict(grads or {})
     for group in opt.param_groups:
-        for p in group['params'] if 'betas' in group else ():
-            if names[p] not in out: continue
+        for p in group['params'] if {'betas', 'eps'} <= group.keys() else ():
+            if names.get(p) not in out: continue
             beta, state, g = group['betas'][1], opt.state.get(p, {}), out[names[p]]
             v = beta*state.get('exp_avg_sq', 0.) + (1 - beta)*g.square()
             v = v/(1 - beta**(float(state.get('step', 0)) + 1))
@@ -134,7 +134,7 @@ class Looks:
     def guarded(self, name, do):
         "Do it, or note why the scheme refuses the net"
         try: do()
-        except ValueError as e: self.refused[name] = str(e)
+        except Exception as e: self.refused[name] = f'{type(e).__name__}: {e}'
 
     def look(self, model, opt, batch, seed):
         "All schemes on one batch, from the same weights"
@@ -157,7 +157,8 @@ def watch(
 )->Looks: # what was seen
     "Train in FP32 and look on, at the steps of `PROBES`"
     batches, rates = iter(batches), [g['lr'] for g in opt.param_groups]
-    first = next(batches)
+    first = next(batches, None)
+    if first is None: raise ValueError('There is no batch: the iterable is empty, or has been used up.')
     looks = Looks(Training(model, None, loss_func, lambda: iter([first])), schemes)
     for i, batch in zip(range(steps), chain([first], batches)):
         if schedule:
@@ -189,7 +190,8 @@ def remarks(
 )->list: # of sentences
     "What is wrong with the training itself, in any format"
     said, losses, sizes = [], looks.losses, looks.sizes
-    if sum(losses[-10:]) > .99*sum(losses[:10]):
+    first, last = sum(losses[:10]), sum(losses[-10:])
+    if len(losses) >= 20 and first - last < .01*abs(first):
         said.append('In FP32 the loss did not fall either: look at initialization and learning rate first.')
     if max(sizes) - min(sizes) > 20:
         said.append(f'Gradients of layers lie {max(sizes) - min(sizes):.0f} octaves apart: initialization or '
@@ -231,17 +233,20 @@ def advise(
     model:nn.Module, # in FP32, where its training begins
     opt, # torch optimizer of its parameters
     loss_func, # (FP32 predictions, targets) -> 0-dim loss
-    batches, # iterable of (inputs, targets)
+    batches, # iterable of (inputs, targets); inputs: a tensor, or a tuple of them
     steps:int=100, # to watch
     schedule=None, # step number -> factor of the learning rate
     schemes=STEPS + tuple(STORED), # names
 )->Advice: # model and optimizer are not changed
     "Watch copies train in FP32, and say which schemes will train like it"
+    if unknown := set(schemes) - {*STEPS, *STORED}:
+        raise ValueError(f'There is no advice on {", ".join(unknown)}: there is on {", ".join((*STEPS, *STORED))}.')
+    if not matrices(model): raise ValueError('This model has no weight matrix, and nothing else is looked at.')
     model, opt = deepcopy((model, opt))
     with seeded(0): looks = watch(model, opt, loss_func, batches, schemes, steps, schedule)
     verdicts = {n: judge(seen) for n, seen in looks.seen.items() if n not in STORED and n not in looks.refused}
     for n in looks.shadows:                 # whose failures are too few to say no: see the chapter
         verdict, why = judge(looks.seen[n], -math.inf)
-        verdicts[n] = verdict if verdicts.get('BF16', ('yes',))[0] == 'yes' else 'cannot tell', f'of the way, {why}'
+        verdicts[n] = verdict if verdicts.get('BF16', ('',))[0] == 'yes' else 'cannot tell', f'of the way, {why}'
     verdicts |= {n: ('cannot run', why) for n, why in looks.refused.items()}
     return Advice({n: verdicts[n] for n in schemes}, looks.seen, remarks(looks, model, opt))

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCHEMES', 'Training', 'toy_training', 'measured_scale', 'with_floor', 'by_layer', 'scaled_by', 'rounded_once',
-           'stored_in', 'at_output', 'converted', 'known_scheme', 'train_scheme', 'attempt', 'compare', 'lost_share',
-           'verdict', 'verdicts', 'summary', 'stored_shares', 'standings']
+           'stored_in', 'at_output', 'converted', 'known_scheme', 'scored', 'train_scheme', 'attempt', 'compare',
+           'lost_share', 'verdict', 'verdicts', 'summary', 'stored_shares', 'standings']
 
 # %% ../nbs/29_compare.ipynb #276efcee
 import json, math
@@ -153,19 +153,27 @@ def known_scheme(
     if name in SCHEMES: return SCHEMES[name]
     raise ValueError(f'There is no scheme {name!r}: there are {", ".join(SCHEMES)}.')
 
+def scored(
+    t:Training, # with a score
+)->float:
+    "The score of its model, in evaluation mode"
+    t.model.eval()
+    with torch.no_grad(): return float(t.score(t.model))
+
 def train_scheme(
     name:str, # one of `SCHEMES`
     t:Training, # its model is trained
     seed:int=0, # of stochastic rounding
 )->dict: # 'before' and 'score', the lower the better, and the steps 'skipped'
     "Train under one scheme; ValueError where it cannot"
-    with torch.no_grad(): before = t.score(t.model) if t.score else None
+    before = scored(t) if t.score else None
     with seeded(seed):
         step = known_scheme(name)(t)
         seen = fit(t.model, t.batches(), t.opt(t.model.parameters()), t.loss_func, step, t.schedule)
     skipped, last = sum(seen.get('skipped', [0])), seen['loss'][-20:]
     if not t.score: return dict(before=seen['loss'][0], score=sum(last)/len(last), skipped=skipped)
-    with torch.no_grad(): return dict(before=before, score=t.score(t.model.float()), skipped=skipped)
+    t.model.float()
+    return dict(before=before, score=scored(t), skipped=skipped)
 
 # %% ../nbs/29_compare.ipynb #1bab50a3
 def attempt(
@@ -173,22 +181,23 @@ def attempt(
 )->dict: # the same, and why a scheme 'refused'
     "Train, or say why not"
     try: return train_scheme(name, t, seed) | dict(refused='')
-    except ValueError as e:
+    except Exception as e:                      # whatever a net does that a scheme cannot
         if name == 'FP32': raise                # then the training itself is at fault
-        return dict(before=None, score=None, skipped=0, refused=str(e))
+        return dict(before=None, score=None, skipped=0, refused=f'{type(e).__name__}: {e}')
 
 def compare(
     make:Callable, # seed -> Training
     schemes=None, # names of `SCHEMES`; None: all. FP32 is always among them
     seeds:int=6, # of each
-    store=None, # a file with a line of JSON for each training: what stands there is not trained again
+    store=None, # a file for this net, a line of JSON for each training: what stands there is not trained again
 )->list: # of dicts: scheme, seed, before, score, skipped, refused
     "Train a net under several schemes, each with the same seeds"
     names = list(dict.fromkeys(['FP32', *(SCHEMES if schemes is None else schemes)]))
     for name in names: known_scheme(name)
     file = Path(store) if store else None
     lines = file.read_text(encoding='utf-8').splitlines() if file and file.exists() else []
-    done = {(r['scheme'], r['seed']): r for r in map(json.loads, lines)}
+    try: done = {(r['scheme'], r['seed']): r for r in map(json.loads, lines)}
+    except json.JSONDecodeError as e: raise ValueError(f'{file} has a broken line ({e}): remove it.') from e
     for seed in range(seeds):
         for name in names:
             if (name, seed) in done: continue
@@ -201,8 +210,8 @@ def compare(
 def lost_share(
     score:float, before:float, fp32:float, # at the end, before, and FP32's at the end
 )->float: # 0: as FP32; 1: nothing learnt; NaN: no number
-    "How much of what FP32 learnt is lost?"
-    return (score - fp32)/(before - fp32)
+    "How much of what FP32 learnt is lost? NaN, too, where FP32 learnt nothing"
+    return (score - fp32)/(before - fp32) if fp32 < before else math.nan
 
 def verdict(
     shares:list, # one for each seed; None: the scheme refused the net
@@ -211,8 +220,9 @@ def verdict(
     if None in shares: return 'refuses'
     failed = sum(not s < .5 for s in shares)             # a NaN has failed, too
     if failed: return f'fails {failed}/{len(shares)}'
-    if min(shares) <= 0 <= max(shares) or abs(median(shares)) < .001: return 'tie'
-    return f'{median(shares):+.1%}' if len(shares) >= 6 else 'open'
+    one_side = (min(shares) > 0 or max(shares) < 0) and abs(median(shares)) >= .001
+    if not one_side and max(map(abs, shares)) < .02: return 'tie'
+    return f'{median(shares):+.1%}' if one_side and len(shares) >= 6 else 'open'
 
 def verdicts(
     results:list, # from `compare`
@@ -248,14 +258,14 @@ def stored_shares(
 
 def standings(
     table, # the study `every_scheme`
-)->dict: # scheme -> how many nets tie, and the names of the others: 'apart', 'fails', 'refuses'
+)->dict: # scheme -> how many nets tie, and the names of the others: 'open', 'apart', 'fails', 'refuses'
     "The table in one line for each scheme"
     found = {}
     for row in table.rows:
         net, scheme = row.split(': ')
         if scheme == 'FP32': continue
         says = verdict(stored_shares(table, net, scheme)).split()[0]
-        line = found.setdefault(scheme, dict(ties=0, apart=[], fails=[], refuses=[]))
+        line = found.setdefault(scheme, dict(ties=0, open=[], apart=[], fails=[], refuses=[]))
         if says == 'tie': line['ties'] += 1
         else: line[says if says in line else 'apart'].append(net)
     return found

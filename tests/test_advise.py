@@ -189,3 +189,13 @@ def test_the_console_command(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert 'FP16 hold' in out and 'arrives in' in out and 'because' in out
     assert main(['advise', 'chess']) == 2 and "There is no toy 'chess'" in capsys.readouterr().err
+
+
+def test_no_verdict_without_grounds():
+    t = linear()
+    for schemes in (('FP16 weights',), ('BF16', 'magic')):
+        with pytest.raises(ValueError, match='no advice on'): ask(t, schemes=schemes)
+    with pytest.raises(ValueError, match='no batch'): advise(t.model, t.opt(t.model.parameters()), t.loss_func, [])
+    with pytest.raises(ValueError, match='no weight matrix'): advise(nn.BatchNorm1d(8), torch.optim.SGD([torch.ones(1)], 1.), F.mse_loss, t.batches())
+    assert ask(t, schemes=('BF16 weights',)).verdicts['BF16 weights'][0] == 'cannot tell'
+    assert not any('did not fall' in r for r in ask(t, steps=5, schemes=()).remarks)

@@ -104,7 +104,7 @@ def test_a_net_that_a_scheme_refuses(tmp_path):
         return t
     file = tmp_path/'runs'
     got = compare(make, ['E4M3 per tensor'], 1, file)
-    assert 'in one piece' in got[1]['refused'] and got[1]['score'] is None and json.loads(file.read_text().splitlines()[1]) == got[1]
+    assert got[1]['refused'].startswith('ValueError: ') and 'in one piece' in got[1]['refused'] and got[1]['score'] is None and json.loads(file.read_text().splitlines()[1]) == got[1]
     assert summary(got)['E4M3 per tensor'] == dict(verdict='refuses', score=None, skipped=None)
 
 
@@ -118,7 +118,7 @@ def test_an_error_of_the_training_is_no_refusal():
 
 
 @pytest.mark.parametrize('shares, says', [
-    ([-.1, .1]*3, 'tie'), ([0., .1, .1, .1, .1, .1], 'tie'), ([.01]*6, '+1.0%'), ([-.02]*10, '-2.0%'), ([.0009]*10, 'tie'), ([.0002]*9 + [.02], 'tie'), ([.01]*5, 'open'), ([.1, -.1], 'tie'),
+    ([-.01, .01]*3, 'tie'), ([-.1, .1]*3, 'open'), ([0., .01, .01, .01, .01, .01], 'tie'), ([.01]*6, '+1.0%'), ([-.02]*10, '-2.0%'), ([.0009]*10, 'tie'), ([.0002]*9 + [.03], 'open'), ([.01]*5, 'open'), ([.1, -.1], 'open'),
     ([.6, -.1], 'fails 1/2'), ([.5, 0.], 'fails 1/2'), ([math.nan, .1], 'fails 1/2'), ([math.inf]*3, 'fails 3/3'), ([None]*6, 'refuses')])
 def test_verdict(shares, says): assert verdict(shares) == says
 
@@ -126,6 +126,7 @@ def test_verdict(shares, says): assert verdict(shares) == says
 def test_shares_are_of_the_same_seed():
     rows = [dict(scheme=s, seed=i, before=10., score=v, skipped=i, refused='') for s, vs in dict(FP32=(2., 4.), a=(6., 1.)).items() for i, v in enumerate(vs)]
     assert verdicts(rows) == dict(FP32=[0, 0], a=[.5, -.5]) and lost_share(10., 10., 2.) == 1
+    assert all(math.isnan(lost_share(5., 2., fp32)) for fp32 in (2., 3., math.nan)), 'FP32 learnt nothing: no scheme is better than that'
     assert summary(rows) == dict(FP32=dict(verdict='', score=3., skipped=.5), a=dict(verdict='fails 1/2', score=3.5, skipped=.5))
 
 
@@ -137,3 +138,17 @@ def test_a_training_of_ones_own():
         return Training(nn.Linear(4, 1), lambda ps: torch.optim.SGD(ps, .1), nn.functional.mse_loss, lambda: [(x, x.sum(1, keepdim=True))]*40)
     got = summary(compare(make, ['FP16 scale 1', 'BF16 weights'], 6))
     assert got['FP32']['score'] < .1 and got['FP16 scale 1']['verdict'] != 'fails 6/6'
+
+
+def test_a_score_is_of_a_model_in_evaluation_mode():
+    t, modes = small(0), []
+    t.score = lambda model: modes.append(model.training) or 0.
+    train_scheme('FP32', t)
+    assert modes == [False, False] and t.model is not None
+
+
+def test_a_broken_line_of_a_store_is_named(tmp_path):
+    file = tmp_path/'runs'
+    compare(small, ['BF16'], 1, file)
+    file.write_text(file.read_text()[:-9])
+    with pytest.raises(ValueError, match='broken line'): compare(small, ['BF16'], 1, file)
