@@ -50,7 +50,8 @@ def _four(tile_w, scale, rounding='stochastic', tile=(1, 16), **more):
     return Recipe(Cast('e2m1', tile, scale), Cast('e2m1', tile_w, scale), Cast('e2m1', tile, scale, rounding), **more)
 
 FP4_RECIPES = {
-    'nvfp4': _four((16, 16), nvfp4_scale, transform=rotate16, source='the casts of TransformerEngine 2.8, NVFP4BlockScaling'),
+    'nvfp4': _four((16, 16), nvfp4_scale, transform=rotate16,
+                   source='the casts of TransformerEngine 2.8, NVFP4BlockScaling'),
     'nvfp4_plain': _four((1, 16), nvfp4_scale, 'nearest', source='the format alone'),
     'mxfp4': _four((1, 32), e8m0_up, tile=(1, 32), source='OCP Microscaling 1.0, rounded up, stochastic gradients'),
     'mxfp4_floor': _four((1, 32), e8m0_floor, 'nearest', tile=(1, 32), source='OCP Microscaling 1.0')}

@@ -518,6 +518,30 @@ WRONG = {
                 return loss.detach()
             return step"""),
     # 29: one side only; the size does not count
+    # 30: never the last step; every step
+    'check_probes': ('lambda steps: [2**k - 1 for k in range(9) if 2**k <= steps]', 'lambda steps: list(range(steps))'),
+    # 30: the sum of the rounded updates; measured from the start that was not rounded
+    'check_way': ('lambda w, us: 1.', """
+        def way(w, us):
+            stored = w
+            for u in us: stored = stored.bfloat16().float() + u
+            s, g = stored - w, sum(us)
+            return ((s*g).sum()/(g*g).sum()).item()"""),
+    # 30: both train on with one model; the last loss only, and FP32's share the other way round
+    'check_tried': ("""
+        def tried(make, step, steps):
+            t = make()
+            batches, opt = list(t.batches())[:steps], t.opt(t.model.parameters())
+            a, b = (fit(t.model, batches, opt, t.loss_func, s)['loss'] for s in (plain_step, step))
+            return (sum(b[-5:]) - sum(a[-5:]))/(5*a[0] - sum(a[-5:]))""", """
+        def tried(make, step, steps):
+            def losses(step):
+                t = make()
+                return fit(t.model, t.batches(), t.opt(t.model.parameters()), t.loss_func, step)['loss']
+            a, b = losses(plain_step), losses(step)
+            return (b[-1] - a[-1])/(a[0] - a[-1])"""),
+    # 30: the worst at the last probe only; never None
+    'check_culprit': ('lambda seen: min(seen[-1], key=seen[-1].get) if seen[-1] else None', 'lambda seen: min((k, n) for s in seen if s for n, k in s.items())[1] if any(seen) else None'),
     'check_chance': ('lambda vs: .5**len(vs)', 'lambda vs: 2*.5**len(vs) if min(vs) > 0 or max(vs) < 0 else 1.'),
 }
 
