@@ -51,7 +51,7 @@ def _four(tile_w, scale, rounding='stochastic', tile=(1, 16), **more):
 
 FP4_RECIPES = {
     'nvfp4': _four((16, 16), nvfp4_scale, transform=rotate16,
-                   source='the casts of TransformerEngine 2.8, NVFP4BlockScaling'),
+                   source='the casts of arXiv 2509.25149; smallest scale as in torchao'),
     'nvfp4_plain': _four((1, 16), nvfp4_scale, 'nearest', source='the format alone'),
     'mxfp4': _four((1, 32), e8m0_up, tile=(1, 32), source='OCP Microscaling 1.0, rounded up, stochastic gradients'),
     'mxfp4_floor': _four((1, 32), e8m0_floor, 'nearest', tile=(1, 32), source='OCP Microscaling 1.0')}
