@@ -129,8 +129,9 @@ def compare_command(
     try: results = compare(training_from(args.training, args.steps), names_in(args.schemes), args.seeds, args.store)
     except (ValueError, OSError) as e: raise RequestError(str(e)) from e
     print(pd.DataFrame(summary(results)).T.to_string())
-    print('\nverdict: the share of what FP32 learnt that is lost, in the median over the seeds; tie: they lie on both '
-          'sides of zero; fails: so many lose more than half; open: too few seeds. score: the lower the better.')
+    print('\nverdict: the share of what FP32 learnt that is lost, in the median, where all seeds lie on one side; '
+          'tie: all within 2 %; open: further apart, or too few seeds; fails: so many lose more than half. '
+          'score: the lower the better.')
     for name, why in {r['scheme']: r['refused'] for r in results if r['refused']}.items(): print(f'{name}: {why}')
     if args.store: print(f'\nThe runs are kept in {args.store}, and are not run again.')
     return 0
