@@ -42,7 +42,7 @@ def storm_from(
     if args.storm == 'random': return random_storm(args.rate, args.steps, args.seed, factor=factor)
     if set(args.storm) <= set('01 ') and args.storm.strip(): return from_bits(args.storm, factor=factor)
     try: return load_trace(args.storm)
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         raise RequestError(f'There is no storm {args.storm!r}: take hard, random, a script of 0 and 1, or the file '
                            'of a recorded trace.') from None
 

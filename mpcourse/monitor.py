@@ -9,7 +9,7 @@ __all__ = ['TENSOR_KINDS', 'HOOKED', 'STATISTICS', 'BLOCK', 'LOWEST', 'HIGHEST',
            'TensorCollector', 'JsonlWriter', 'read_jsonl', 'TensorBoardWriter', 'open_writer']
 
 # %% ../nbs/18_monitor.ipynb #18m00004
-import json, math, weakref
+import json, math, warnings, weakref
 from collections import deque
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -331,11 +331,15 @@ class CollectionLog:
         self.columns, self.writers, self.entries = columns, [open_writer(w) for w in writers], deque(maxlen=keep)
 
     def add(self, step, keys, table, hists, notes):
-        "Remember a collection and write it"
+        "Remember a collection and write it; a writer that fails is dropped, and the training goes on"
         if self.entries and self.entries[-1][1] == keys: keys = self.entries[-1][1]     # one copy is enough
         self.entries.append((step, keys, table, hists, notes))
         rows = self.rows(self.entries[-1]) if self.writers else []
-        for w in self.writers: w(step, rows)
+        for w in [*self.writers]:
+            try: w(step, rows)
+            except Exception as e:
+                self.writers.remove(w)
+                warnings.warn(f'{w} failed and is dropped, the training goes on: {e}', stacklevel=4)
 
     def rows(self, entry):
         "A collection as dictionaries: step, name, kind, scale, a number a statistic, notes; 'hist' if asked for"
@@ -462,11 +466,13 @@ class JsonlWriter:
     "A line of JSON for each tensor and step; what is not finite is a string"
     def __init__(self,
         path, # of a file that grows
-    ): self.path = Path(path)
+    ): self.path, self.gap = Path(path), '\n'           # ends a line that a crash has torn
 
     def __call__(self, step, rows):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, 'a') as f:
+            f.write(self.gap if f.tell() else '')
+            self.gap = ''
             for r in rows:
                 r = {k: repr(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in r.items()}
                 f.write(json.dumps(r, default=lambda x: x.tolist() if isinstance(x, Tensor) else vars(x)) + '\n')

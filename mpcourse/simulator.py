@@ -79,7 +79,8 @@ class Recording:
     def trace(self,
         name:str='recorded', # of the trace
     )->Trace:
-        "What was recorded so far"
+        "What was recorded so far; ValueError if nothing was"
+        if not self.hists: raise ValueError('Nothing was recorded: give this object to `fit` as its step first.')
         return from_hists(name, self.amax, self.hists)
 
 def record_trace(
@@ -214,23 +215,33 @@ def from_bits(
 
 # %% ../nbs/16_simulator.ipynb #d5748854
 #| code-fold: true
+def _plain(x): return [v if math.isfinite(v) else repr(v) for v in x.tolist()]
+
 def save_trace(
     trace:Trace, # any
     path, # a file, which is replaced
 ):
     "Write a trace as JSON"
-    doc = {n: v.tolist() if isinstance(v, Tensor) else v for n, v in vars(trace).items()}
-    Path(path).write_text(json.dumps(doc) + '\n', encoding='utf-8')
+    doc = {n: _plain(v.flatten()) if isinstance(v, Tensor) else v for n,v in vars(trace).items()}
+    Path(path).write_text(json.dumps(dict(trace=1, **doc)) + '\n', encoding='utf-8')
 
 def load_trace(
     path, # a file from `save_trace`
 )->Trace:
-    "Read a trace; ValueError if there is none in this file"
+    "Read a trace; FileNotFoundError or ValueError with a sentence if there is none in this file"
+    if not Path(path).is_file(): raise FileNotFoundError(f'There is no file {str(path)!r} with a trace.')
     try:
         doc = json.loads(Path(path).read_text(encoding='utf-8'))
-        for n in ('amax', 'counts', 'zeros', 'broken'): doc[n] = torch.tensor(doc[n], dtype=torch.float64)
-        return Trace(**doc | dict(kind=torch.tensor(doc['kind']), bad=torch.tensor(doc['bad'])))
-    except (ValueError, KeyError, TypeError):
+        if doc['trace'] != 1: raise ValueError
+        numbers = ('amax', 'counts', 'zeros', 'broken')
+        t = {n: torch.tensor([float(v) for v in doc[n]], dtype=torch.float64) for n in numbers}
+        kind, bad = torch.tensor(doc['kind'], dtype=torch.int64), torch.tensor(doc['bad'], dtype=torch.bool)
+        kinds = len(t['zeros'])
+        t['counts'] = t['counts'].view(kinds, -1)
+        if not len(kind) == len(bad) == len(t['amax']) > 0: raise ValueError
+        if not (len(t['broken']) == kinds > int(kind.max()) and kind.min() >= 0): raise ValueError
+        return Trace(str(doc['name']), kind=kind, bad=bad, lo=int(doc['lo']), **t)
+    except (ValueError, KeyError, TypeError, RuntimeError):
         raise ValueError(f'{str(path)!r} is no whole trace: write one with `save_trace`.') from None
 
 # %% ../nbs/16_simulator.ipynb #079c465f
@@ -417,6 +428,8 @@ def corrupt(
 ): # a new batch
     "A few pictures far too bright: finite in FP32, infinite in FP16"
     x, rest = (xb[0], tuple(xb[1:])) if isinstance(xb, tuple) else (xb, None)
+    if not x.is_floating_point():
+        raise ValueError(f'These inputs are {x.dtype}, which have no brightness: write a function for them.')
     hit = torch.randperm(len(x), generator=generator)[:max(1, round(share*len(x)))].to(x.device)
     x = x.index_copy(0, hit, x[hit]*factor)
     return x if rest is None else (x, *rest)

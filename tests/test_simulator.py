@@ -176,18 +176,21 @@ def test_the_log_normal():
                                   partial(record_trace, 'relu_mlp', steps=4)])
 def test_traces_are_saved_whole(make, tmp_path):
     t = make(); save_trace(t, tmp_path/'t.json'); u = load_trace(tmp_path/'t.json')
+    json.loads((tmp_path/'t.json').read_text(), parse_constant=pytest.fail)      # JSON has no Infinity
     for n,v in vars(t).items(): assert same_bits(v, getattr(u, n)) if isinstance(v, torch.Tensor) else v == getattr(u, n), n
     assert repr(u) == repr(t) and replay('torch', u).table().equals(replay('torch', t).table())
 
 
-@pytest.mark.parametrize('spoiled', ['', '[]', '{}', 'drop amax', 'drop kind', 'word'])
+@pytest.mark.parametrize('spoiled', ['', '[]', '{}', '{"trace": 2}', 'drop amax', 'drop kind', 'short bad', 'far kind', 'word'])
 def test_files_that_are_no_trace(spoiled, tmp_path):
     f = tmp_path/'t.json'; save_trace(from_bits('010'), f); doc = json.loads(f.read_text())
     if spoiled.startswith('drop'): del doc[spoiled[5:]]
+    elif spoiled == 'short bad': doc['bad'].pop()
+    elif spoiled == 'far kind': doc['kind'][0] = 9
     elif spoiled == 'word': doc['amax'][0] = 'large'
     f.write_text(json.dumps(doc) if ' ' in spoiled and '{' not in spoiled or spoiled == 'word' else spoiled)
     with pytest.raises(ValueError, match='is no whole trace'): load_trace(f)
-    with pytest.raises(FileNotFoundError): load_trace(tmp_path/'nowhere.json')
+    with pytest.raises(FileNotFoundError, match='There is no file'): load_trace(tmp_path/'nowhere.json')
 
 
 # --- recording ---
@@ -203,6 +206,7 @@ def test_recording_changes_nothing_and_sees_everything():
     for i,g in enumerate(seen):
         assert t.amax[i] == g.abs().max().double() and t.zeros[i] == (g == 0).sum()
         assert flush_share(t, 1.)[i].item() == pytest.approx(((g.half() == 0) & (g != 0)).sum().item()/(g != 0).sum().item(), abs=1e-9)
+    with pytest.raises(ValueError, match='Nothing was recorded'): Recording().trace()
 
 
 def test_a_skipped_step_is_recorded_as_bad():
@@ -360,3 +364,4 @@ def test_corrupt():
     hit = (x != y).flatten(1).any(1)
     assert hit.sum() == 2 and same is names and torch.equal(y[hit], x[hit]*1e5) and torch.equal(y[~hit], x[~hit])
     assert y.isfinite().all() and y.half().isinf().any()
+    with pytest.raises(ValueError, match='no brightness'): corrupt(torch.arange(3))
