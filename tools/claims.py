@@ -161,7 +161,7 @@ def _before():
     torch.set_num_threads = lambda n: None
     losses, backward, grad = [], torch.Tensor.backward, torch.autograd.grad
     def note(t):
-        if len(losses) < 5 and isinstance(t, torch.Tensor) and t.dim() == 0: losses.append(t.data)
+        if len(losses) < 5 and isinstance(t, torch.Tensor) and t.dim() == 0 and t != 0: losses.append(t.data)  # zeros tell no seed
     def noted_backward(self, *a, **k): note(self); return backward(self, *a, **k)
     def noted_grad(outputs, *a, **k): note(outputs); return grad(outputs, *a, **k)
     torch.Tensor.backward, torch.autograd.grad = noted_backward, noted_grad
