@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['fp32', 'tf32', 'bf16', 'fp16', 'e4m3', 'e5m2', 'e4m3fnuz', 'e5m2fnuz', 'e3m2', 'e2m3', 'e2m1', 'e8m0', 'FORMATS',
-           'BITS_CSS', 'same_bits', 'FloatFormat', 'get_format', 'parse_number', 'bit_html', 'bit_explorer', 'expect']
+           'BITS_CSS', 'same_bits', 'FloatFormat', 'get_format', 'parse_number', 'bit_html', 'expect']
 
 # %% ../nbs/01_formats.ipynb #ac81dad5
 import re
@@ -14,8 +14,6 @@ from functools import cache
 
 import torch
 from fastcore.basics import patch
-
-from .plots import explore
 
 # %% ../nbs/01_formats.ipynb #10546b2b
 def same_bits(
@@ -328,20 +326,6 @@ def bit_html(
 
 # %% ../nbs/01_formats.ipynb #52a8f825
 #| code-fold: true
-def bit_explorer(
-    number:str='1.2', # what stands in the text box at first
-    left:str='e2m1', # first format
-    right:str='fp16', # second format
-):  # an `explore` widget: a text box, a slider for a factor of 2^k, two menus
-    "Type or drag a number and see how two formats store it"
-    import ipywidgets as W
-    def show(number, power, left, right):
-        x = parse_number(number)*2.**power
-        return f'<style>{BITS_CSS}</style><p>{x!r}</p>' + bit_html(x, left) + bit_html(x, right)
-    def menu(value): return W.Dropdown(options=list(FORMATS), value=value)
-    return explore(show, pages=dict(power=range(-30, 21), right=['fp16', 'bf16', 'e4m3', 'fp32']),
-                   number=W.Text(number, continuous_update=False), left=menu(left), right=menu(right),
-                   power=W.IntSlider(0, -30, 20, description='times 2^k'))
 def _same(got, want):
     "Equality for exercises: NaN equals NaN, −0 differs from 0, tensors and numbers alike"
     if got is None or isinstance(got, (bool, str)) or isinstance(want, (bool, str)):

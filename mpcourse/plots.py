@@ -4,11 +4,14 @@
 
 # %% auto #0
 __all__ = ['COLORS', 'CYCLE', 'STEP_BOXES', 'STEP_ARROWS', 'SWAP_JS', 'use_style', 'fmt_color', 'log2_axis', 'format_band',
-           'Log2Hist', 'log2_hist', 'plot_log2_hist', 'plot_step', 'figure_html', 'Explorer', 'explore']
+           'Log2Hist', 'log2_hist', 'plot_log2_hist', 'plot_step', 'figure_html', 'Explorer', 'explore', 'live_source',
+           'Live']
 
 # %% ../nbs/90_plots.ipynb #e2a5a0b5
-import base64, html, io, itertools, json, os
+import base64, html, io, itertools, json, os, re
 from dataclasses import dataclass
+from importlib.resources import files
+from uuid import uuid4
 
 import torch
 
@@ -236,3 +239,36 @@ def explore(
                                        'give a widget, a range, a list or a text.')
         c.description = c.description or k
     return Explorer(f, pages, made, alt)
+
+# %% ../nbs/90_plots.ipynb #9a0e1f02
+def live_source(
+    name:str, # of a module in `mpcourse/live`
+)->str: # JavaScript without imports and exports
+    "A module and the modules that it imports, as one"
+    texts = {}
+    def read(name):
+        text = (files('mpcourse')/'live'/f'{name}.mjs').read_text(encoding='utf-8')
+        for other in re.findall(r"from '\./(\w+)\.mjs'", text):
+            if other not in texts: read(other)
+        text = re.sub(r'^import [^;]*;\n', '', text, flags=re.M)
+        texts[name] = re.sub(r'^export ', '', text, flags=re.M)
+    read(name)
+    return ''.join(texts.values())
+
+class Live:
+    "A figure that is drawn in the page and answers the hand; without scripts a still picture"
+    def __init__(self,
+        name:str, # of a module in `mpcourse/live`
+        data:dict, # what it draws: see the module's first lines
+        fig, # a matplotlib Figure or Axes: the still picture
+        alt:str='', # what a reader who cannot see it should know
+    ):
+        self.picture, at = figure_html(fig, alt), f'mpx-{uuid4().hex[:8]}'
+        def safe(text): return text.replace('</', '<\\/')
+        packed = safe(json.dumps(data, separators=(',', ':')))
+        self.html = (f'<div class="mp-live" id="{at}" data-live="{name}">{self.picture}</div>'
+                     f'<script type="application/json" id="{at}-data">{packed}</script>'
+                     f'<script type="module">{safe(live_source(name))}\nconst root = document.getElementById("{at}");\n'
+                     f'if (root) mount(root, JSON.parse(document.getElementById("{at}-data").textContent));</script>')
+
+    def _repr_html_(self): return self.html

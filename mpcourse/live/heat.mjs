@@ -1,0 +1,62 @@
+// Layers × steps: the share of gradients that became zero, as a heat map; the cell under the cursor as a histogram.
+//   data = {name, what, fmt: {name, color, low, tiny, top}, layers, steps, share: [layer][step] (null: no gradient),
+//           loss: [step] or null, hists: [layer][step] = [first exponent, count, count, …]}
+import { bar, clamp, drag, fill, line, percent, plot, rect, redraw, room, says, slider, sum, ticks, words } from './base.mjs';
+
+const AXIS = [-44, 20];
+
+/** The first step at which a layer's share is above a limit: [step's index or −1] for each layer. */
+export const firstAbove = (share, limit) => share.map(row => row.findIndex(v => v !== null && v > limit));
+
+export function mount(root, data) {
+  const L = data.layers.length, T = data.steps.length, el = {}, state = { layer: 0, step: 0 }, left = 110, high = 22;
+  const set = change => {
+    Object.assign(state, change);
+    el.layer.set(state.layer);
+    el.step.set(state.step);
+    draw();
+  };
+  el.layer = slider('layer', [0, L - 1], 0, i => [data.layers[i]], layer => set({ layer }));
+  el.step = slider('step', [0, T - 1], 0, i => [String(data.steps[i])], step => set({ step }));
+  fill(root, '.mpx .map{cursor:crosshair;touch-action:none}.mpx .wide output{min-width:9ch}', bar(el.layer.label, el.step.label),
+    el.map = plot(L * high + 30, { class: 'map' }), el.says = says(), el.hist = plot(150));
+
+  function draw() {
+    const width = room(root), w = (width - left) / T, parts = [];
+    data.layers.forEach((name, i) => {
+      parts.push(words(left - 6, i * high + 15, name.length > 16 ? `…${name.slice(-15)}` : name, 'end'));
+      data.share[i].forEach((v, t) => parts.push(rect(left + t * w, i * high, Math.max(w - .5, .5), high - 1,
+        v === null ? 'none' : `color-mix(in srgb, var(--bad) ${(100 * v).toFixed(1)}%, var(--tint, #8883))`)));
+    });
+    parts.push(rect(left + state.step * w, state.layer * high, w, high - 1, 'none', { stroke: 'var(--fg)', 'stroke-width': 2 }),
+      words(left, L * high + 18, `step ${data.steps[0]}`), words(width, L * high + 18, String(data.steps.at(-1)), 'end'));
+    el.map.setAttribute('width', width);
+    el.map.replaceChildren(...parts);
+    drawHist(width);
+    const share = data.share[state.layer][state.step], now = `${data.layers[state.layer]}, step ${data.steps[state.step]}`;
+    el.says.textContent = `${now}: ${share === null ? 'no gradient' : `${percent(share, 1)} ${data.what}`}.` +
+      (data.loss ? ` The loss is ${data.loss[state.step].toPrecision(3)}.` : '');
+    el.map.setAttribute('aria-label', `Layers by steps of ${data.name}; the stronger the red, the more is lost. ${el.says.textContent}`);
+  }
+
+  function drawHist(width) {
+    const [first, ...counts] = data.hists[state.layer][state.step], most = Math.max(...counts, 1), base = 125, fmt = data.fmt;
+    const x = e => (clamp(e, ...AXIS) - AXIS[0]) * width / (AXIS[1] - AXIS[0]), unit = width / (AXIS[1] - AXIS[0]);
+    const parts = [rect(x(fmt.low), 8, x(fmt.tiny) - x(fmt.low), base - 8, fmt.color, { opacity: .26 }),
+      rect(x(fmt.tiny), 8, x(fmt.top) - x(fmt.tiny), base - 8, fmt.color, { opacity: .1 })];
+    counts.forEach((n, i) => {
+      const e = first + i, h = n / most * (base - 16);
+      if (n && e >= AXIS[0] && e < AXIS[1]) parts.push(rect(x(e) + .5, base - h, Math.max(unit - 1, 1), h, e < fmt.low ? 'var(--bad)' : fmt.color));
+    });
+    parts.push(line(0, base, width, base, 'var(--dim)'), ...ticks(...AXIS, width < 500 ? 16 : 8, x, { y: base + 17 }));
+    el.hist.setAttribute('width', width);
+    el.hist.setAttribute('aria-label', `Histogram of ${sum(counts)} gradients over powers of two`);
+    el.hist.replaceChildren(...parts);
+  }
+
+  drag(el.map, (px, py) => set({ layer: clamp(Math.floor(py / high), 0, L - 1),
+    step: clamp(Math.floor((px - left) / (el.map.clientWidth - left) * T), 0, T - 1) }));
+  redraw(root, draw);
+  set({});
+  return { state, set };
+}
