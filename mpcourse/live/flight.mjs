@@ -1,5 +1,5 @@
 // The flight simulator: rules for the loss scale go through one recorded training and one storm.
-//   data = {name, amax: [largest gradient of each step, without a loss scale], policies: names shown at first}
+//   data = {name, amax: [largest gradient of each step, without a loss scale], interval, bad, policies: shown at first}
 // A step of the storm is bad in one of three ways: 'loss' (not finite), 'gradients' (NaN although the loss is finite),
 // 'large' (gradients 2^20 times as large: a smaller scale avoids the overflow).
 import { asNumber, asPower, bar, button, clamp, drag, fill, line, make, plot, power, radios, rect, redraw, room, says, slider,
@@ -13,6 +13,7 @@ export const POLICIES = {
   deepspeed: ['#009E73', '2 3', 'DeepSpeed: likewise, raises at scale 1'],
   dynamic: ['#CC79A7', '9 3 2 3', 'DynamicScaler: holds where the loss is not finite'],
   floor: ['#8C6D31', '12 3', 'torch with a floor at 2⁶'],
+  metaseq: ['#56B4E9', '6 3', 'metaseq: a window that doubles and halves with the scale'],
   measured: ['#777777', '1 2', 'one scale, the first, for ever'],
   als: ['#B04A5A', '4 2', 'ALS: up an octave each step, down at the edge'] };
 
@@ -42,6 +43,12 @@ export const RULES = {
     s.k = Math.max(s.k, 0);
   },
   floor(s, t, interval) { RULES.torch(s, t, interval); s.k = Math.max(s.k, 6); },
+  metaseq(s, t, interval) {
+    s.since = t.bad ? 0 : s.since + 1;
+    if (t.bad && s.k - 1 >= -5) s.k -= 1;
+    if (t.bad) s.window = Math.max(Math.floor(s.window / 2), 1);
+    else if (s.since % s.window === 0) { s.k += 1; s.window *= 2; }
+  },
   measured() {},
   als(s, t) {                                               // under ten million gradients one above the edge is too many
     if (!t.lossFinite) return;
@@ -50,7 +57,7 @@ export const RULES = {
 
 /** Fly one rule through amax and storm (Map step → kind): {scales: log2 before each step, skipped, own, stopped}. */
 export function fly(name, amax, storm, start, interval) {
-  const s = { k: start, clean: 0, left: 2 }, out = { scales: [], skipped: 0, own: 0, stopped: null };
+  const s = { k: start, clean: 0, left: 2, since: 0, window: interval }, out = { scales: [], skipped: 0, own: 0, stopped: null };
   for (let i = 0; i < amax.length; i++) {
     const kind = storm.get(i), size = amax[i] * 2 ** (s.k + (kind === 'large' ? 20 : 0));
     const doomed = kind === 'loss' || kind === 'gradients', bad = doomed || !(size < TOO_LARGE);
@@ -64,7 +71,7 @@ export function fly(name, amax, storm, start, interval) {
 
 export function mount(root, data) {
   const n = data.amax.length, storm = new Map(), el = {}, colors = { loss: 'var(--bad)', gradients: 'var(--over)', large: '#E69F00' };
-  const state = { start: 16, interval: 100, row: 10, at: Math.min(300, n - 1), kind: 'loss', shown: new Set(data.policies) };
+  const state = { start: 16, interval: data.interval, row: data.bad, at: Math.floor(n / 4), kind: 'loss', shown: new Set(data.policies) };
   let flights = {};
   const set = change => { Object.assign(state, change); draw(); };
   const add = () => { for (let t = state.at; t < Math.min(n, state.at + state.row); t++) storm.set(t, state.kind); draw(); };

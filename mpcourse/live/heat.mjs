@@ -1,6 +1,6 @@
 // Layers × steps: the share of gradients that became zero, as a heat map; the cell under the cursor as a histogram.
 //   data = {name, what, fmt: {name, color, low, tiny, top}, layers, steps, share: [layer][step] (null: no gradient),
-//           loss: [step] or null, hists: [layer][step] = [first exponent, count, count, …]}
+//           loss and log2_scale: [step] or null, hists: [layer][step] = [first exponent, count, count, …]}
 import { bar, clamp, drag, fill, line, percent, plot, rect, redraw, room, says, slider, sum, ticks, words } from './base.mjs';
 
 const AXIS = [-44, 20];
@@ -35,7 +35,8 @@ export function mount(root, data) {
     drawHist(width);
     const share = data.share[state.layer][state.step], now = `${data.layers[state.layer]}, step ${data.steps[state.step]}`;
     el.says.textContent = `${now}: ${share === null ? 'no gradient' : `${percent(share, 1)} ${data.what}`}.` +
-      (data.loss ? ` The loss is ${data.loss[state.step].toPrecision(3)}.` : '');
+      (data.loss ? ` The loss is ${data.loss[state.step].toPrecision(3)}` : '') +
+      (data.log2_scale ? `, the loss scale 2 to the ${data.log2_scale[state.step]}.` : '.');
     el.map.setAttribute('aria-label', `Layers by steps of ${data.name}; the stronger the red, the more is lost. ${el.says.textContent}`);
   }
 
