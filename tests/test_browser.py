@@ -16,6 +16,7 @@ def holds_widget(path):
 
 
 WIDGETS = [p for p in NBS if holds_widget(p)]
+LIVE = [p for p in NBS if re.search(r'^ *"Live\(', p.read_text(encoding='utf-8'), re.M)]
 
 
 # --- pages, without a kernel and without a network ---
@@ -64,6 +65,24 @@ def moves_the_frame(box, control):
         move(control)
         if shown(box) != first: return True
     return False
+
+
+@pytest.mark.parametrize('path', LIVE, ids=lambda p: p.stem)
+def test_live_figures_are_drawn_offline(browser, course_pages, path):
+    "Each in place of its still picture, and moved by its first slider or button"
+    file = course_pages/f'{path.stem}.html'
+    if not file.exists(): pytest.skip('this chapter has not been run: make course')
+    page, asked, problems = offline_page(browser, file)
+    try:
+        boxes = page.locator('.mp-live')
+        assert boxes.count() > 0 and boxes.count() == page.locator('.mp-live.mpx').count()
+        for box in boxes.all():
+            before, control = box.inner_html(), box.locator('input[type=range], button').first
+            control.focus()
+            page.keyboard.press('ArrowRight' if control.get_attribute('type') == 'range' else 'Enter')
+            assert box.inner_html() != before
+        assert asked == [] and problems == []
+    finally: page.close()
 
 
 @pytest.mark.parametrize('path', WIDGETS, ids=lambda p: p.stem)
@@ -230,8 +249,8 @@ def slides(page, widget, handle):
     return changed(page, widget, before)
 
 
-# all widgets are made by `explore`, and each is moved on its page above: a chapter of few seconds stands for them here
-@pytest.mark.parametrize('path', [p for p in WIDGETS if p.stem == '01_formats'], ids=lambda p: p.stem)
+# all widgets are made by `explore` or `Live`, and each is moved on its page above: a chapter of few seconds stands for them here
+@pytest.mark.parametrize('path', [p for p in WIDGETS if p.stem == '90_plots'], ids=lambda p: p.stem)
 def test_sliders_move_in_jupyterlab(browser, lab, path):
     page = browser.new_page()
     page.set_viewport_size({'width': 1400, 'height': 1000})
@@ -245,7 +264,11 @@ def test_sliders_move_in_jupyterlab(browser, lab, path):
                 assert slides(page, widgets.nth(i), widgets.nth(i).locator('.noUi-handle').nth(k)), f'slider {k} of widget {i} changes nothing'
                 handles += 1
         assert handles > 0, 'no slider is shown'
+        live, before = page.locator('.mpx').first, page.locator('.mpx .says').first.inner_text()
+        live.locator('button', has_text='halve').click()
+        assert page.locator('.mpx .says').first.inner_text() != before
     finally: page.close()
 
 
-def test_there_are_widgets_to_try(): assert {'01_formats', '04_failures'} <= {p.stem for p in WIDGETS}
+def test_there_are_widgets_to_try(): 
+    assert {'07_recipe', '90_plots'} <= {p.stem for p in WIDGETS} and {'01_formats', '04_failures', '16_simulator'} <= {p.stem for p in LIVE}

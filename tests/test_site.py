@@ -246,10 +246,15 @@ class TestSmallSite:
             assert problems == []
         finally: page.close()
 
-    @pytest.mark.parametrize('name', ['formats', 'plots'])
-    def test_widgets_move(self, browser, small_site, name):
+    def test_live_figures_are_drawn(self, browser, small_site):
+        page, problems = open_page(browser, small_site/'formats.html')
+        try:
+            assert page.locator('.mp-live.mpx').count() == page.locator('.mp-live').count() > 0 and problems == []
+        finally: page.close()
+
+    def test_widgets_move(self, browser, small_site):
         from test_browser import moves_the_frame
-        page, problems = open_page(browser, small_site/f'{name}.html')
+        page, problems = open_page(browser, small_site/'plots.html')
         try:
             boxes = page.locator('.mp-explore')
             assert boxes.count() > 0

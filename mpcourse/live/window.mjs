@@ -59,11 +59,11 @@ export function mount(root, data) {
 
   /** Another net has other layers and steps. */
   function choose(net) {
-    Object.assign(state, { net, step: 0, layer: 0 });
+    Object.assign(state, { net, step: 0, layer: net.layers.length - 1 });
     el.step.input.max = net.steps.length - 1;
     el.bars = net.layers.map(() => [make('svg', { 'aria-hidden': true, preserveAspectRatio: 'none', viewBox: '0 0 100 10' }), make('output')]);
     el.keys = FATES.map(fate => make('span', { class: 'key' }, fate));
-    const box = radios(make('span', {}, 'gradients of the weights of', ...el.keys), net.layers.map((name, i) => [i, name]), 0,
+    const box = radios(make('span', {}, 'gradients of the weights of', ...el.keys), net.layers.map((name, i) => [i, name]), state.layer,
       layer => set({ layer: +layer }));
     box.querySelectorAll('label').forEach((label, i) => label.append(...el.bars[i]));
     el.layers.replaceChildren(box);

@@ -1,0 +1,276 @@
+"The figures that move in the page: their arithmetic in node, equal to Python's own, and their controls in a real Chromium"
+import json, math, random, re, shutil, subprocess
+
+import pytest, torch
+from conftest import ROOT
+
+from mpcourse.als import ALSScaler
+from mpcourse.dynamic import DynamicScaler
+from mpcourse.failures import _edges, window_data
+from mpcourse.formats import get_format
+from mpcourse.plots import Live, live_source
+from mpcourse.policies import DeepSpeedScaler, MetaseqScaler, follow_rule, get_policy
+from mpcourse.rounding import quantize
+from mpcourse.scaler import StaticScaler
+
+LIVE = sorted(p.stem for p in (ROOT/'mpcourse/live').glob('*.mjs'))
+DRAWN = [name for name in LIVE if name not in ('base', 'formats')]
+FORMATS = ('fp16', 'bf16', 'e5m2', 'e4m3', 'e2m1')
+
+
+def plain(v):
+    "For JSON: what is not finite as a string"
+    if isinstance(v, float) and not math.isfinite(v): return {math.inf: 'inf', -math.inf: '-inf'}.get(v, 'nan')
+    if isinstance(v, (list, tuple)): return [plain(x) for x in v]
+    return v
+
+
+def agrees(tmp_path, cases):
+    "Run the cases in node, which tells the first that differ"
+    if not shutil.which('node'): pytest.skip('there is no node here')
+    (tmp_path/'cases.json').write_text(json.dumps([plain(c) for c in cases]))
+    r = subprocess.run(['node', ROOT/'tests/live.mjs', tmp_path/'cases.json'], capture_output=True, text=True, timeout=120)
+    assert r.returncode == 0, r.stdout + r.stderr
+
+
+# --- formats ---
+
+def codes(name):
+    "Codes of a format: all of them up to eight bits, else the ends and some in between"
+    f = get_format(name)
+    if f.bits <= 8: return range(2**f.bits)
+    some = random.Random(0).sample(range(2**f.bits), 1500)
+    return sorted({*some, *range(40), *range(f.max_code - 5, f.max_code + 3), *range(2**f.man_bits - 5, 2**f.man_bits + 5)})
+
+
+@pytest.mark.parametrize('name', FORMATS)
+def test_casts_and_bits(name, tmp_path):
+    f = get_format(name)
+    values = [v for v in (f.decode(c) for c in codes(name)) if math.isfinite(v)]
+    middles = [(v + f.neighbours(v)[1])/2 for v in values if math.isfinite(f.neighbours(v)[1])]
+    x = torch.tensor(values + middles + [f.max + f.spacing(f.max)/2, f.max*1.5, 1e-60, 0., -0.], dtype=torch.float64)
+    x = torch.cat([x, x*(1 + 2**-40), x*(1 - 2**-40), -x])
+    cut = 'inf' if f.has_inf else 'nan' if f.has_nan else 'saturate'
+    for saturate, how in ((False, cut), (True, 'saturate')):
+        want = quantize(x, f, overflow=how).tolist()
+        agrees(tmp_path, [['formats', 'cast', [v, {'$fmt': name}, None, saturate], w] for v, w in zip(x.tolist(), want)])
+    cases = []
+    for c in codes(name):
+        v, bits = f.decode(c), f'{c:0{f.bits}b}'
+        fields = [bits[0], bits[1:1 + f.exp_bits], bits[1 + f.exp_bits:]]
+        cases.append(['formats', 'numberOf', [fields, {'$fmt': name}], v])
+        if v == v: cases.append(['formats', 'bitsOf', [v, {'$fmt': name}], fields])
+    agrees(tmp_path, cases)
+
+
+def test_stochastic_rounding_goes_up_where_the_random_number_says(tmp_path):
+    cases = []
+    for name in FORMATS:
+        f = get_format(name)
+        for x in (1.1, -1.1, 2.7, f.tiny*1.3, f.smallest_subnormal*.4):
+            below, above = sorted((quantize(torch.tensor(x), f, 'toward_zero').item(), f.neighbours(x)[x > 0]), key=abs)
+            share = (abs(torch.tensor(x).double().item()) - abs(below))/(abs(above) - abs(below))
+            cases += [['formats', 'cast', [x, {'$fmt': name}, u], above if u + share >= 1 else below] for u in (0., .35, .72, .99)]
+    agrees(tmp_path, cases)
+
+
+def test_typed_numbers(tmp_path):
+    typed = {'0.1': .1, '2^-24': 2.**-24, '1 + 2^-11': 1 + 2.**-11, '-3e-4': -3e-4, 'Inf': math.inf, '−2': -2., '-2^3': -8.,
+             'abc': None, '': None, 'NaN': math.nan}
+    agrees(tmp_path, [['bits', 'parse', [text], float(v) if v is not None else None] for text, v in typed.items()])
+
+
+# --- the window ---
+
+def fates(g, fmt, k):
+    "What a cast makes of gradients under the scale 2^k: lost, subnormal, normal, overflow"
+    f = get_format(fmt)
+    q = quantize(g.double()*2.**k, f, overflow='inf' if f.has_inf else 'nan').abs()
+    kinds = (q == 0) & (g != 0), (q > 0) & (q < f.tiny), (q >= f.tiny) & q.isfinite(), ~q.isfinite()
+    return [int(m.sum()) for m in kinds]
+
+
+def test_the_window_counts_as_quantize_does(tmp_path):
+    edges = torch.cat([_edges(get_format(f)) for f in ('fp16', 'bf16', 'e4m3', 'e5m2')])
+    edges = torch.cat([edges, *(e.nextafter(torch.tensor(v)) for e in (edges,) for v in (0., torch.inf))])
+    gen = torch.Generator().manual_seed(0)
+    spread = torch.randn(3000, generator=gen)*torch.randn(3000, generator=gen).mul(6).exp2()
+    layers = dict(edges=edges, spread=torch.cat([spread, torch.zeros(7)]))
+    data = window_data(dict(net={0: layers}))
+    rows = dict(zip(layers, data['nets'][0]['rows'][0]))
+    assert rows['spread'][0] == 7
+    cases = []
+    for fmt, d in data['formats'].items():
+        for name, g in layers.items():
+            cases += [['window', 'fates', [rows[name], d, k, data['bins']], fates(g, fmt, k)] for k in range(-10, 41, 2)]
+    agrees(tmp_path, cases)
+
+
+# --- the flight ---
+
+def flown(scaler, amax, storm):
+    "log2 of a scaler's scale before each step"
+    path = []
+    for t, x in enumerate(amax):
+        path.append(int(scaler.scale.log2()))
+        kind, size = storm.get(t), x*scaler.scale.item()*(2.**20 if storm.get(t) == 'large' else 1)
+        bad = kind in ('loss', 'gradients') or not size < 65520
+        seen = dict(found_inf=bad, loss_finite=kind != 'loss', amax=math.inf if bad else size, numel=1000)
+        seen['above', 2.**13] = bad or size >= 2**13
+        scaler.update({n: torch.tensor(float(v)) for n, v in seen.items()})
+    return path
+
+
+def scaler_for(name, start, interval):
+    if name == 'floor': return get_policy('torch', init_scale=start, growth_interval=interval, min_scale=2.**6)
+    if name == 'measured': return StaticScaler(start)
+    if name == 'als': return ALSScaler(start)
+    if name == 'dynamic': return DynamicScaler(start, growth_interval=interval)
+    return get_policy(name, init_scale=start, growth_interval=interval)
+
+
+def test_flights_are_those_of_the_policies(tmp_path):
+    gen = random.Random(0)
+    amax = [2.**gen.uniform(-22, -3) for _ in range(240)]
+    storms = [{}, {t: 'loss' for t in range(60, 70)}, {t: 'gradients' for t in range(60, 70)}, {t: 'large' for t in range(60, 70)},
+              {t: gen.choice(('loss', 'gradients', 'large')) for t in gen.sample(range(240), 25)}]
+    cases = []
+    for storm in storms:
+        for start, interval in ((0, 10), (12, 20), (16, 30)):
+            for name in ('torch', 'megatron', 'deepspeed', 'dynamic', 'floor', 'metaseq', 'measured', 'als'):
+                path = flown(scaler_for(name, 2.**max(start, 6*(name == 'floor')), interval), amax, storm)
+                if name == 'deepspeed': path = until_it_raises(path, amax, storm, interval)
+                begins = max(start, 6*(name == 'floor'))
+                cases.append(['flight', 'fly', [name, amax, {'$map': [*storm.items()]}, begins, interval], dict(scales=path)])
+    agrees(tmp_path, cases)
+
+
+def until_it_raises(path, amax, storm, interval):
+    "The original gives up at its minimum, where ours stays: cut the path after that step"
+    bad = [storm.get(t) in ('loss', 'gradients') or not x*2.**(k + 20*(storm.get(t) == 'large')) < 65520
+           for t, (x, k) in enumerate(zip(amax, path))]
+    for end in range(1, len(path) + 1):
+        try: follow_rule('deepspeed', bad[:end], dict(scale=2.**path[0]), interval=interval)
+        except FloatingPointError: return path[:end]
+    return path
+
+
+# --- the others ---
+
+def test_blocks(tmp_path):
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[20] *= 2**14
+    cases = []
+    for fmt in ('e4m3', 'e5m2', 'e2m1'):
+        for n in (64, 32, 16):
+            tiles = x.view(-1, n)
+            scale = tiles.abs().amax(1, keepdim=True)/get_format(fmt).max
+            want = (quantize(tiles/scale, fmt, overflow='saturate')*scale).flatten().tolist()
+            cases.append(['blocks', 'castBlocks', [x.tolist(), {'$fmt': fmt}, n], want])
+    agrees(tmp_path, cases)
+
+
+def test_a_chain_of_layers_has_the_sizes_that_the_figure_draws():
+    "In torch: activations and gradients of linear layers, one factor for both or two"
+    if not shutil.which('node'): pytest.skip('there is no node here')
+    widths = [64, 256, 64, 256]
+    script = f"import('{ROOT}/mpcourse/live/chain.mjs').then(m => console.log(JSON.stringify(['fan_in', 'two'].map(r => m.sizes({widths}, r, 0)))))"
+    told = json.loads(subprocess.run(['node', '-e', script], capture_output=True, text=True, check=True).stdout)
+    gen = torch.Generator().manual_seed(0)
+    ws = [torch.randn(o, i, generator=gen) for i, o in zip(widths, widths[1:])]
+    for two, want in zip((False, True), told):
+        x, forward = torch.randn(512, 64, generator=gen), [0.]
+        for w in ws:
+            x = x @ w.T/w.shape[1]**.5
+            forward.append(x.std().log2().item())
+        g, backward = torch.randn(512, widths[-1], generator=gen), [0.]
+        for w in reversed(ws):
+            g = g @ w/(w.shape[0] if two else w.shape[1])**.5
+            backward.insert(0, g.std().log2().item())
+        for got, drawn in ((forward, want['forward']), (backward, want['backward'])):
+            assert max(abs(a - b) for a, b in zip(got, drawn)) < .15
+
+
+@pytest.mark.parametrize('name', DRAWN)
+def test_a_page_carries_25_kb_at_most_and_asks_for_nothing(name):
+    text = live_source(name)
+    assert len(text.encode()) < 25_000 and not re.search(r'^(import|export) |fetch\(|XMLHttp|https?://(?!www\.w3\.org)', text, re.M)
+
+
+def test_all_together_stay_small():
+    assert sum(len((ROOT/f'mpcourse/live/{n}.mjs').read_text().splitlines()) for n in LIVE) <= 1300
+
+
+# --- in a browser ---
+
+CSP = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; font-src data:"
+DATA = dict(bits=dict(number='0.1', left='fp16', right='bf16'), number_line=dict(fmt='fp16', w=1., k=-12, mode='nearest'),
+            flight=dict(name='calm', amax=[2.**-20]*200, interval=20, bad=10, policies=['torch', 'als']),
+            bytes=dict(model='a net', params=10**5, kept=dict(FP32=2e5, masters=1e5)),
+            blocks=dict(x=[.1*i for i in range(1, 65)], at=20), chain=dict(widths=[64], tokens=4096),
+            heat=dict(name='a net', what='zero', fmt=dict(name='fp16', color='#D55E00', low=-24, tiny=-14, top=16), layers=['a', 'b'],
+                      steps=[0, 1], share=[[0, 1], [.5, None]], loss=[1, 2], log2_scale=[0, 1], hists=[[[-8, 1, 2]]*2]*2))
+
+
+@pytest.fixture(scope='module')
+def page_of_all(tmp_path_factory):
+    "A page with all eight, under the content security policy of the course's pages"
+    import matplotlib.pyplot as plt
+    g = torch.randn(500, generator=torch.Generator().manual_seed(0))*2.**-20
+    data = DATA | dict(window=window_data(dict(net={0: dict(a=g, b=g*2.**8)})))
+    assert sorted(data) == DRAWN
+    css = (ROOT/'nbs/styles.css').read_text() + (ROOT/'tools/templates/page.css').read_text()
+    parts = ''.join(Live(name, d, plt.subplots()[0], f'still {name}').html for name, d in data.items())
+    file = tmp_path_factory.mktemp('live')/'page.html'
+    file.write_text(f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{CSP}">'
+                    f'<meta name="viewport" content="width=device-width"><title>live</title><style>{css}</style></head>'
+                    f'<body><div class="layout"><main>{parts}</main></div></body></html>', encoding='utf-8')
+    return file
+
+
+NAMELESS = '''() => [...document.querySelectorAll('.mpx input, .mpx select, .mpx button')].filter(e =>
+    !(e.labels?.length && e.labels[0].textContent.trim()) && !e.getAttribute('aria-label') && !e.textContent.trim()).length'''
+SMALL = '''() => [...document.querySelectorAll('.mpx label, .mpx button, .mpx select')].filter(e => e.getBoundingClientRect().height < 24).length'''
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize('width, scheme', [(1280, 'light'), (390, 'dark')])
+def test_all_are_drawn_named_and_moved_by_the_keyboard(browser, page_of_all, width, scheme):
+    page, problems = browser.new_page(), []
+    page.set_viewport_size(dict(width=width, height=900))
+    page.emulate_media(color_scheme=scheme)
+    page.on('pageerror', lambda e: problems.append(str(e)))
+    page.on('console', lambda m: problems.append(m.text) if m.type == 'error' else None)
+    try:
+        page.goto(page_of_all.as_uri())
+        assert page.locator('.mpx').count() == len(DRAWN) and problems == []
+        assert page.locator('.mpx img').count() == 0                                   # the still pictures are gone
+        assert page.evaluate(NAMELESS) == 0 and page.evaluate(SMALL) == 0
+        assert page.evaluate('document.documentElement.scrollWidth') <= width
+        for name in DRAWN:
+            box = page.locator(f'[data-live={name}]')
+            before, moved = box.inner_html(), False
+            for control in box.locator('input[type=range], button').all():
+                control.focus()
+                page.keyboard.press('ArrowRight' if control.get_attribute('type') == 'range' else 'Enter')
+                moved = moved or box.inner_html() != before
+            assert moved and box.locator('.says').inner_text(), name
+        assert problems == []
+    finally: page.close()
+
+
+@pytest.mark.browser
+def test_a_finger_pulls_the_histogram_and_paints_a_storm(browser, page_of_all):
+    page = browser.new_page()
+    try:
+        page.goto(page_of_all.as_uri())
+        for name, svg in (('window', '.pull'), ('flight', '.storm')):
+            box, at = page.locator(f'[data-live={name}]'), page.locator(f'[data-live={name}] {svg}')
+            at.scroll_into_view_if_needed()
+            r, before = at.bounding_box(), box.locator('.says').inner_text()
+            page.mouse.move(r['x'] + 60, r['y'] + 12)
+            page.mouse.down()
+            page.mouse.move(r['x'] + 160, r['y'] + 12, steps=5)
+            page.mouse.up()
+            assert box.locator('.says').inner_text() != before, name
+    finally: page.close()
