@@ -137,11 +137,14 @@ def window_data(
         size = g.detach().flatten().float().abs()
         at, n = bins(size[size > 0]).unique(return_counts=True)
         return [int((size == 0).sum()), *torch.stack([at, n], 1).flatten().tolist()]
-    described = {f: dict(color=fmt_color(f), edges=bins(edges[f]).tolist(), top=math.log2(fmt.max),
-                         low=math.log2(fmt.smallest_subnormal), tiny=math.log2(fmt.tiny)) for f, fmt in formats.items()}
-    drawn = [dict(name=name, layers=[*next(iter(steps.values()))], steps=[*steps],
-                  rows=[[row(g) for g in layers.values()] for layers in steps.values()]) for name, steps in nets.items()]
-    return dict(bins=len(cuts), formats=described, nets=drawn)
+    def described(f, fmt):
+        limits = dict(low=fmt.smallest_subnormal, tiny=fmt.tiny, top=fmt.max)
+        return dict(color=fmt_color(f), edges=bins(edges[f]).tolist()) | {k: math.log2(v) for k, v in limits.items()}
+    def drawn(name, steps):
+        rows = [[row(g) for g in layers.values()] for layers in steps.values()]
+        return dict(name=name, layers=[*next(iter(steps.values()))], steps=[*steps], rows=rows)
+    return dict(bins=len(cuts), formats={f: described(f, fmt) for f, fmt in formats.items()},
+                nets=[drawn(name, steps) for name, steps in nets.items()])
 
 # %% ../nbs/04_failures.ipynb #f2804e64
 def flushed(
