@@ -1,5 +1,5 @@
 "A notebook that was run as one html file that needs nothing else: nbconvert, templates/course and two style sheets"
-import re
+import ast, re
 from html import escape
 from pathlib import Path
 
@@ -34,6 +34,31 @@ def is_hidden(
 ) -> bool: # whether a reader should not see the cell
     "Whether a cell is for the machine only"
     return 'hide' in d or 'default_exp' in d or d.get('include') is False
+
+
+def is_imports(
+    code: str, # Python without directives
+) -> bool: # whether it holds imports alone
+    "Imports are folded"
+    try: body = ast.parse(code).body
+    except SyntaxError: return False
+    return bool(body) and all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in body)
+
+
+def join_imports(
+    cells: list, # of a notebook that was run
+) -> list: # the same, where cells of imports that follow each other are one
+    "The imports of the library's module and those of its chapter in one fold"
+    out = []
+    for c in cells:
+        d, code = directives(c.source) if c.cell_type == 'code' else ({}, '')
+        alone = c.cell_type == 'code' and not (c.outputs or is_hidden(d)) and is_imports(code)
+        if alone and out and out[-1].get('imports'):
+            out[-1].source = '\n'.join(directives(x.source)[1].strip() for x in (out[-1], c))
+        else: out.append(c)
+        if alone: out[-1]['imports'] = True
+    for c in out: c.pop('imports', None)
+    return out
 
 
 # --- Markdown ---
@@ -119,10 +144,9 @@ def fold_title(
     code: str, # what stands below them
 ) -> str: # the summary of a folded cell, or ''
     "Imports and the checkers of exercises are folded, and what asks for it"
+    if is_imports(code): return 'Imports'
     if d.get('code-fold'): return 'Code'
-    if re.search(r'^def check_', code, re.M): return 'Checker'
-    imports = all(re.match(r'(from|import)\s|[\s)#]|$', line) for line in code.splitlines())
-    return 'Imports' if imports and 'import' in code else ''
+    return 'Checker' if re.search(r'^def check_', code, re.M) else ''
 
 
 def set_view(
@@ -152,6 +176,7 @@ def set_views(
 ) -> dict: # the same notebook
     "Make the cells of a notebook ready for the template"
     ends = []
+    nb.cells = join_imports(nb.cells)
     if nb.cells and nb.cells[0].cell_type == 'markdown':
         nb.cells[0].source = re.sub(r'^(# .*|>.*|- [\w-]+: .*)$', '', nb.cells[0].source, flags=re.M)
     for c in nb.cells:

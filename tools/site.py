@@ -2,7 +2,7 @@
 
 nbdev and Quarto work in a copy of the project whose notebooks are the executed ones, so nothing under nbs/ changes.
 """
-import ast, configparser, os, re, shutil, subprocess, sys, tempfile
+import configparser, os, re, shutil, subprocess, sys, tempfile
 from functools import cache
 from html import escape, unescape
 from pathlib import Path
@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 import nbformat
 from nbformat.v4 import new_markdown_cell, new_output
 from tools.course import chapters, executed, is_fresh, run_course
-from tools.pages import widget_html
+from tools.pages import is_imports, join_imports, widget_html
 
 VIEW, STATE = 'application/vnd.jupyter.widget-view+json', 'application/vnd.jupyter.widget-state+json'
 NO_QUARTO = ('The site is built with Quarto, and there is no `quarto` on the PATH: install it from '
@@ -37,13 +37,6 @@ def has(src, *names): return drop(src, *names) != src
 def fold(src, summary):
     "The cell folded under a summary"
     return f'#| code-fold: true\n#| code-summary: "{summary}"\n{drop(src, "code-fold", "code-summary")}'
-
-
-def is_imports(src):
-    "Whether a cell holds imports alone"
-    try: body = ast.parse(src).body
-    except SyntaxError: return False
-    return bool(body) and all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in body)
 
 
 def site_source(
@@ -104,6 +97,7 @@ def for_site(nb, ch):
     state = nb.metadata.pop('widgets', {}).get(STATE, {}).get('state', {})
     failed = is_failed(nb)
     title_cell(nb.cells[0], ch, failed)
+    nb.cells = join_imports(nb.cells)
     top = [nb.cells[0], banner(nb)] if failed else nb.cells[:1]
     for no, cell in enumerate(nb.cells, 1):
         if cell.cell_type == 'code': site_cell(cell, state, no)
@@ -189,7 +183,14 @@ def finish_page(page):
     text = FOR_REQUIRE.sub('', FROM_OUTSIDE.sub('', page.read_text(encoding='utf-8')))
     # nbdev also links names in the comments of signatures, where Markdown is not read
     text = re.sub(rf'\[(`[^`]+`)\]\({re.escape(host())}[^)]*\)', r'\1', text)
-    page.write_text(LINK.sub(local, text), encoding='utf-8')
+    page.write_text(for_the_keyboard(LINK.sub(local, text)), encoding='utf-8')
+
+
+def for_the_keyboard(text):
+    "A link that skips the sidebar, callouts that open by keys, a search with a name"
+    script = (ROOT/'tools/templates/site.js').read_text(encoding='utf-8')
+    text = re.sub(r'<body[^>]*>', r'\g<0><a class="skip" href="#quarto-document-content">Skip to the text</a>', text, count=1)
+    return text.replace('</body>', f'<script>{script}</script></body>')
 
 
 def finish(docs):

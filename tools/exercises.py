@@ -1,0 +1,210 @@
+"""What a teacher needs of the exercises: `mpcourse exercises list | strip OUT | mark FILE | self`, in a clone of the course.
+
+A student's code runs in a process of its own with a time limit. It is code, and can do whatever you can: mark in a container.
+"""
+import argparse, ast, contextlib, importlib, json, re, subprocess, sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+
+from mpcourse.cli import checkers
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAD = re.compile(r'^\*\*(\d+) ([●○]{3}) ([^*]+?)\*\* *(.*)', re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Exercise:
+    "One exercise of a chapter"
+    notebook: Path # of the chapter
+    number: int    # within it
+    level: int     # 1 to 3: as many points
+    title: str     # without a full stop
+    task: str      # Markdown
+    name: str      # of what is to be written
+    check: str     # of its checker, without check_
+    solution: str  # the course's own, as Python
+
+    @property
+    def id(self): return f'{self.notebook.name[:2]}.{self.number}' # '10.2'
+
+
+def notebooks(): return sorted(p for p in (ROOT/'nbs').glob('[0-9]*.ipynb') if p.name < '88')
+def read(path): return nbformat.read(path, as_version=4).cells
+def opens_solution(c): return c.cell_type == 'markdown' and re.search(r'^:::+ *\{.*callout.*\n+#+ Solution', c.source, re.M)
+def closes_solution(c): return c.cell_type == 'markdown' and re.match(r':::\s*$', c.source, re.M)
+
+
+def exercises(
+    notebook: Path, # of a chapter
+) -> list: # of `Exercise`, in order
+    "What a chapter asks for: a head, a stub that says `your turn`, a folded solution"
+    found, head, stub, code = [], None, None, None
+    for c in read(notebook):
+        if code is not None and closes_solution(c):
+            what = int(head[1]), head[2].count('●'), head[3].strip(' .'), head[4].strip()
+            found.append(Exercise(notebook, *what, *stub, '\n'.join(code)))
+            code = stub = None
+        if c.cell_type == 'markdown': head = HEAD.search(c.source) or head
+        elif code is not None: code.append(c.source)
+        elif m := re.search(r'your turn.*^# ?check_(\w+)\((\w+)\)', c.source, re.M | re.S): stub = m[2], m[1]
+        if stub and opens_solution(c): code = []
+    return found
+
+
+def all_exercises(): return [e for p in notebooks() for e in exercises(p)]
+
+
+# --- notebooks without solutions ---
+
+def strip(
+    notebook: Path, # of a chapter
+    out: Path,      # a folder
+):
+    "Write the notebook without its folded solutions"
+    nb, kept, inside = nbformat.read(notebook, as_version=4), [], False
+    for c in nb.cells:
+        if inside and closes_solution(c):
+            inside, c.source = False, re.sub(r'^:::\s*', '', c.source)
+        if opens_solution(c):
+            inside, c.source = True, c.source[:re.search(r'^:::', c.source, re.M).start()].rstrip()
+            if c.source: kept.append(c)
+        elif not inside and c.source: kept.append(c)
+    nb.cells = kept
+    nbformat.write(nb, out/notebook.name)
+
+
+# --- marks ---
+
+def defined(code):
+    "Names that a cell defines or imports at its top level"
+    names = set()
+    for node in ast.parse(code).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)): names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)): names |= {(a.asname or a.name).split('.')[0] for a in node.names}
+        elif isinstance(node, ast.Assign): names |= {t.id for t in ast.walk(node) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)}
+    return names
+
+
+def definitions(code):
+    "A cell without what it tries out"
+    keep = ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign
+    return compile(ast.Module([n for n in ast.parse(code).body if isinstance(n, keep)], []), 'answer', 'exec')
+
+
+def provide(name, cells, names):
+    "Run the chapter's first cell that defines a name; whether there is one"
+    for code in cells:
+        with contextlib.suppress(SyntaxError):
+            if name not in defined(code) or 'your turn' in code: continue
+            run(definitions(code), cells, names)
+            return True
+    return False
+
+
+def run(code, cells, names, tries=12):
+    "Execute code; what it misses comes from the chapter"
+    for _ in range(tries):
+        try: return exec(code, names)
+        except NameError as e:
+            if not provide(e.name, cells, names): raise
+
+
+def judge(
+    notebook: Path, # of the chapter
+    name: str,      # of what was to be written
+    check: str,     # of its checker
+    code: str,      # a cell that defines it
+) -> dict: # state: 'right' or 'wrong', says: why
+    "The checker of the course, not the student's copy of it, on one answer"
+    cells = [c.source for c in read(notebook) if c.cell_type == 'code']
+    module = next((m[1] for c in cells if (m := re.match(r'#\| *default_exp +(\w+)', c))), None)
+    names = dict(vars(importlib.import_module(f'mpcourse.{module}'))) if module else {}
+    check = checkers(notebook)[check]
+    try:
+        for _ in range(12):
+            run(definitions(code), cells, names)
+            try: check(names[name])
+            except NameError as e:                      # in the body of the answer
+                if not provide(e.name, cells, names): raise
+            else: return dict(state='right', says='')
+    except Exception as e: return dict(state='wrong', says=f'{type(e).__name__}: {e}'[:300])
+    return dict(state='wrong', says='It asks for names without end.')
+
+
+def answers(path):
+    "The cells of a student's file"
+    return [path.read_text(encoding='utf-8')] if path.suffix == '.py' else [c.source for c in read(path) if c.cell_type == 'code']
+
+
+def in_process(e, code, seconds):
+    "`judge` in a process of its own"
+    call = [sys.executable, '-m', 'tools.exercises', 'judge', e.notebook.name[:2], e.name, e.check]
+    try: r = subprocess.run(call, input=code, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
+    except subprocess.TimeoutExpired: return dict(state='wrong', says=f'It takes longer than {seconds} s.')
+    last = r.stdout.strip().rpartition('\n')[2]
+    return json.loads(last) if last.startswith('{') else dict(state='wrong', says=f'Its process ended with {r.returncode}.')
+
+
+def mark(
+    path: Path,      # a student's notebook or Python file, named as the chapter: 10_scaler.ipynb, 10_mine.py
+    seconds: int=60, # for each answer
+) -> dict: # points, of how many, and a row for each exercise
+    "Marks for one chapter"
+    todo, rows = [e for e in all_exercises() if e.id.startswith(path.name[:2])], []
+    if not todo: raise SystemExit(f'{path.name} names no chapter with exercises: let its name begin with the number, as in 10_mine.py.')
+    for e in todo:
+        mine = [code for code in answers(path) if re.search(rf'^(def|class) {e.name}\b|^{e.name} *=', code, re.M)]
+        row = in_process(e, mine[-1], seconds) if mine else dict(state='not tried', says='')
+        rows.append(dict(id=e.id, points=e.level, name=e.name, **row))
+    return dict(points=sum(r['points'] for r in rows if r['state'] == 'right'), of=sum(r['points'] for r in rows), exercises=rows)
+
+
+def own(todo):
+    "Lines about solutions of the course that fail, and stubs that pass"
+    found = []
+    for e in todo:
+        for code, wanted in ((e.solution, 'right'), (f'def {e.name}(*args, **kwargs): pass', 'wrong')):
+            with contextlib.redirect_stdout(sys.stderr): r = judge(e.notebook, e.name, e.check, code)
+            if r['state'] != wanted: found.append(f'{e.id} {e.name}: {"the solution" if wanted == "right" else "a stub"} is {r["state"]}. {r["says"]}')
+    return found
+
+
+def main(argv=None) -> int: # the exit code
+    "The command"
+    p = argparse.ArgumentParser(prog='mpcourse exercises', description=__doc__)
+    sub = p.add_subparsers(dest='what', required=True)
+    sub.add_parser('list', help='all exercises with their points')
+    sub.add_parser('strip', help='notebooks without solutions').add_argument('out', type=Path, help='a folder')
+    m = sub.add_parser('mark', help="a student's file, as JSON; exit code 1 where an answer is wrong")
+    m.add_argument('file', type=Path, help='10_scaler.ipynb, 10_mine.py')
+    m.add_argument('--seconds', type=int, default=60, help='for each answer (%(default)s)')
+    sub.add_parser('self', help='every solution passes, no stub does').add_argument('chapters', nargs='*', help='all, if none is given')
+    j = sub.add_parser('judge', help='one answer from the standard input')
+    j.add_argument('chapter')
+    j.add_argument('name')
+    j.add_argument('check')
+    a = p.parse_args(argv)
+    if a.what == 'list':
+        for e in all_exercises(): print(f'{e.id}  {"●"*e.level:3}  {e.name:26}  {e.title}')
+    elif a.what == 'strip':
+        a.out.mkdir(parents=True, exist_ok=True)
+        for n in notebooks(): strip(n, a.out)
+    elif a.what == 'mark':
+        marks = mark(a.file, a.seconds)
+        print(json.dumps(marks, indent=1, ensure_ascii=False))
+        return int(any(r['state'] == 'wrong' for r in marks['exercises']))
+    elif a.what == 'self':
+        todo = [e for e in all_exercises() if not a.chapters or e.id[:2] in a.chapters]
+        found = own(todo)
+        print(*found, f'{len(todo)} exercises, {sum(e.level for e in todo)} points, {len(found)} problems', sep='\n')
+        return int(bool(found))
+    else:
+        notebook = next(n for n in notebooks() if n.name.startswith(a.chapter))
+        with contextlib.redirect_stdout(sys.stderr): r = judge(notebook, a.name, a.check, sys.stdin.read())
+        print(json.dumps(r))
+    return 0
+
+
+if __name__ == '__main__': sys.exit(main())
