@@ -260,7 +260,8 @@ def exercises_command(
     args: argparse.Namespace, # rest: list | strip OUT | mark FILE | self
 ) -> int: # 0, or 1 where an answer is wrong
     "List the exercises, write notebooks without solutions, or mark a student's file; in a clone of the course"
-    if not Path('tools/exercises.py').exists(): raise RequestError('The exercises are not here: call this in a clone of the course.')
+    if not Path('tools/exercises.py').exists():
+        raise RequestError('The exercises are not here: call this in a clone of the course.')
     sys.path.insert(0, '.')
     return importlib.import_module('tools.exercises').main(args.rest)
 
@@ -278,7 +279,8 @@ def make_parser() -> argparse.ArgumentParser: # knows every sub-command
     "The command line's grammar"
     about = 'Why 16 and 8 bits break training, and how each remedy works.'
     p = argparse.ArgumentParser(prog='mpcourse', description=about)
-    sub = p.add_subparsers(dest='command', required=True, metavar='doctor | replay | compare | advise | check | exercises')
+    sub = p.add_subparsers(dest='command', required=True,
+                           metavar='doctor | replay | compare | advise | check | exercises')
     d = sub.add_parser('doctor', help='what this machine can do, and what to use', description=doctor_command.__doc__)
     d.set_defaults(func=doctor_command)
     add_replay(sub)

@@ -158,6 +158,6 @@ def test_check_runs_solutions_and_says_what_is_wrong(capsys, tmp_path, monkeypat
         mine.write_text(code)
         got, out, err = out_of(capsys, 'check', '11', str(mine))
         assert got == exit_code and out.startswith(said) and not err
-    for argv, said in ((['99', str(mine)], 'no chapter 99'), (['11', 'nowhere.py'], 'nowhere.py'), (['12', str(mine)], 'none of')):
+    for argv, said in ((['77', str(mine)], 'no chapter 77'), (['11', 'nowhere.py'], 'nowhere.py'), (['12', str(mine)], 'none of')):
         got, out, err = out_of(capsys, 'check', *argv)
         assert got == 2 and not out and said in err

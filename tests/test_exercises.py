@@ -598,3 +598,37 @@ def test_a_climber_that_asks_the_host_is_rejected():
                     return self.scale/2 if stats['found_inf'] > 0 else self.scale*2 if self.climbs else self.scale
             return Climber(init_scale)""")
     with pytest.raises(AssertionError, match='torch.where'): CHECKS['check_climber'](wrong)
+
+
+# --- for who teaches ---
+
+def test_the_course_s_own_solutions_pass_and_its_stubs_do_not():
+    from tools.exercises import all_exercises, own
+    chosen = [e for e in all_exercises() if e.id[:2] in ('01', '10', '11')]
+    assert len(chosen) == 9 and own(chosen) == []
+
+
+def test_solutions_are_gone_from_a_handout_and_hidden_in_jupyterlab(tmp_path):
+    import nbformat
+    from tools.exercises import all_exercises, notebooks, read, strip
+    for n in notebooks():
+        strip(n, tmp_path)
+        nbformat.validate(nbformat.read(tmp_path/n.name, as_version=4))
+        before, after = ('\n'.join(c.source for c in read(p)) for p in (n, tmp_path/n.name))
+        assert '## Solution' not in after and before.count('your turn') == after.count('your turn'), n.name
+        assert before.count('def check_') == after.count('def check_')
+    solutions = {e.solution for e in all_exercises()}
+    hidden = {c.source for n in notebooks() for c in read(n) if c.metadata.get('jupyter') == {'source_hidden': True}}
+    assert all(any(h in s for h in hidden) for s in solutions) and len(hidden) >= len(solutions)
+    assert not any('your turn' in h or 'def check_' in h for h in hidden)
+
+
+def test_marks(tmp_path):
+    from tools.exercises import mark
+    mine = tmp_path/'01_mine.py'
+    mine.write_text('def stuck_at(man_bits): return 2**(man_bits + 1)\ndef encode_half(x):\n    while True: pass\n')
+    marks = mark(mine, seconds=8)
+    assert [r['state'] for r in marks['exercises']] == ['right', 'wrong', 'not tried'] and (marks['points'], marks['of']) == (1, 6)
+    assert '8 s' in marks['exercises'][1]['says']
+    mine.write_text('import os\ndef stuck_at(man_bits): os._exit(3)\n')
+    assert 'ended with 3' in mark(mine)['exercises'][0]['says']

@@ -9,7 +9,7 @@ from mpcourse.dynamic import DynamicScaler
 from mpcourse.failures import _edges, window_data
 from mpcourse.formats import get_format
 from mpcourse.plots import Live, live_source
-from mpcourse.policies import DeepSpeedScaler, MetaseqScaler, follow_rule, get_policy
+from mpcourse.policies import follow_rule, get_policy
 from mpcourse.rounding import quantize
 from mpcourse.scaler import StaticScaler
 

@@ -171,8 +171,8 @@ def own(todo):
     return found
 
 
-def main(argv=None) -> int: # the exit code
-    "The command"
+def make_parser():
+    "The grammar of the command"
     p = argparse.ArgumentParser(prog='mpcourse exercises', description=__doc__)
     sub = p.add_subparsers(dest='what', required=True)
     sub.add_parser('list', help='all exercises with their points')
@@ -185,7 +185,12 @@ def main(argv=None) -> int: # the exit code
     j.add_argument('chapter')
     j.add_argument('name')
     j.add_argument('check')
-    a = p.parse_args(argv)
+    return p
+
+
+def main(argv=None) -> int: # the exit code
+    "The command"
+    a = make_parser().parse_args(argv)
     if a.what == 'list':
         for e in all_exercises(): print(f'{e.id}  {"●"*e.level:3}  {e.name:26}  {e.title}')
     elif a.what == 'strip':

@@ -1,10 +1,11 @@
-"The index notebook's table of chapters, and README.md from that notebook and its stored outputs: `python -m tools.readme`"
-import base64, json, re
+"Tables that notebooks hold (chapters, exercises, names), and README.md from the index notebook and its stored outputs: `python -m tools.readme`"
+import ast, base64, json, re
 from pathlib import Path
 
 import nbformat
 
 from tools.course import PARTS, chapters
+from tools.exercises import all_exercises
 from tools.pages import directives, is_hidden
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,16 +27,48 @@ def chapter_table(
     return '\n'.join(rows)
 
 
+def exercise_table(
+    nbs: Path=ROOT/'nbs', # not used: the exercises are those of this clone
+) -> str: # Markdown
+    "All exercises: number, title, points, and the name of what is to be written"
+    rows = ['| | exercise | points | to write |', '|---|---|--:|---|']
+    for e in all_exercises(): rows.append(f'| [{e.id}]({e.notebook.name}#exercises) | {e.title} | {e.level} | `{e.name}` |')
+    return '\n'.join(rows)
+
+
+def name_table(
+    nbs: Path=ROOT/'nbs', # the folder of notebooks
+) -> str: # Markdown
+    "All public names of the library: the chapter that builds it, and the first line of its docstring"
+    rows = {}
+    for path in sorted((nbs.parent/'mpcourse').glob('[a-z]*.py')):
+        text = path.read_text(encoding='utf-8')
+        notebook, body = re.search(r'File to edit: \.\./nbs/(\w+\.ipynb)', text), ast.parse(text).body
+        if not notebook: continue
+        for node in body:
+            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name[0] == '_': continue
+            if any('patch' in ast.dump(d) for d in node.decorator_list): continue
+            first = (ast.get_docstring(node) or '').partition('\n')[0].replace('|', '\\|')
+            rows[node.name] = f'| `{node.name}` | [{notebook[1][:2]}]({notebook[1]}) | {first} |'
+    return '\n'.join(['| name | chapter | what it is |', '|---|---|---|', *(rows[n] for n in sorted(rows, key=str.lower))])
+
+
+TABLES = {'index.ipynb': ('## The chapters', chapter_table), '96_teaching.ipynb': ('## The exercises', exercise_table),
+          '99_glossary.ipynb': ('## All names', name_table)}
+
+
 def with_table(
-    text: str, # of the index notebook
+    text: str, # of a notebook
+    heading: str='## The chapters', # of the cell with the table
+    table=chapter_table, # folder -> Markdown
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> str: # the same text with a current table
-    "Put the current table of chapters in the place of the old one"
+    "Put the current table in the place of the old one"
     nb = json.loads(text)
     for c in nb['cells']:
         source = ''.join(c['source'])
-        if not source.startswith('## The chapters'): continue
-        c['source'] = re.sub(r'(^\|.*\n?)+', lambda m: chapter_table(nbs), source, flags=re.M).splitlines(True)
+        if not source.startswith(heading): continue
+        c['source'] = re.sub(r'(^\|.*\n?)+', lambda m: table(nbs), source, flags=re.M).splitlines(True)
     return json.dumps(nb, indent=1, ensure_ascii=False) + '\n'
 
 
@@ -83,12 +116,16 @@ def readme(
     return {nbs.parent/'README.md': text.encode(), **pictures}
 
 
+def current_tables(nbs):
+    "Notebook → its text with a current table"
+    return {p: with_table(p.read_text(encoding='utf-8'), *TABLES[p.name], nbs) for p in nbs.glob('*.ipynb') if p.name in TABLES}
+
+
 def write_readme(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> list: # the files
-    "Bring the index notebook's table of chapters up to date, then write README.md and its pictures from it"
-    index = nbs/'index.ipynb'
-    index.write_text(with_table(index.read_text(encoding='utf-8'), nbs), encoding='utf-8')
+    "Bring the tables up to date, then write README.md and its pictures from the index notebook"
+    for path, text in current_tables(nbs).items(): path.write_text(text, encoding='utf-8')
     files = readme(nbs)
     for path, data in files.items():
         path.parent.mkdir(exist_ok=True)
@@ -99,9 +136,9 @@ def write_readme(
 def readme_current(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> bool: # whether README.md and its pictures are what the index notebook says
-    "Whether the index notebook and README.md are what `write_readme` would write"
-    text = (nbs/'index.ipynb').read_text(encoding='utf-8')
-    return text == with_table(text, nbs) and all(path.exists() and path.read_bytes() == data for path, data in readme(nbs).items())
+    "Whether the tables and README.md are what `write_readme` would write"
+    same = all(path.read_text(encoding='utf-8') == text for path, text in current_tables(nbs).items())
+    return same and all(path.exists() and path.read_bytes() == data for path, data in readme(nbs).items())
 
 
 if __name__ == '__main__': print(*write_readme())
