@@ -102,10 +102,10 @@ def test_widgets_become_html():
     skipped = new_code_cell('x', metadata={'mpcourse': {'skipped': 'not run here'}})
     model = {'model_name': 'IntSliderModel', 'state': {'description': 'k', 'value': 3, 'min': 0, 'max': 9}}
     nb = SITE.for_site(notebook(cell, skipped, widgets={SITE.STATE: {'state': {'a': model}}}), CHAPTER)
-    first, second, third = nb.cells[1].outputs
+    first, second, third = nb.cells[2].outputs
     assert 'type="range"' in first.data['text/html'] and second.text == 'said'
     assert third.data == {'text/html': '<i>frames</i>'} and SITE.VIEW not in str(nb)
-    assert 'not run here' in nb.cells[2].outputs[0].data['text/html'] and not nb.metadata.get('widgets')
+    assert 'not run here' in nb.cells[3].outputs[0].data['text/html'] and not nb.metadata.get('widgets')
 
 
 def test_a_table_in_a_widgets_json_stays_json():
@@ -118,7 +118,8 @@ def test_a_table_in_a_widgets_json_stays_json():
 
 def test_a_good_chapter_has_its_number_and_no_banner():
     nb = SITE.for_site(notebook(new_code_cell('x')), CHAPTER)
-    assert nb.cells[0].source == '# 07 · Toy\n\n> A promise' and len(nb.cells) == 2
+    assert nb.cells[0].source == '# 07 · Toy\n\n> A promise' and len(nb.cells) == 3
+    assert 'runtime/07_toy.ipynb)' in nb.cells[1].source and 'nbs/07_toy.ipynb)' in nb.cells[1].source
     index = SITE.for_site(notebook(), SimpleNamespace(number='index', stem='index'))
     assert index.cells[0].source.startswith('# Toy\n')
 
@@ -126,7 +127,7 @@ def test_a_good_chapter_has_its_number_and_no_banner():
 def test_a_failed_chapter_names_and_shows_its_failed_cells():
     bad = new_output('error', ename='ValueError', evalue='2 < 1', traceback=['\x1b[31mline\x1b[0m 1', '2 < 1'])
     nb = SITE.for_site(notebook(new_code_cell('x'), new_code_cell('#| hide\ny', outputs=[bad]), status='failed'), CHAPTER)
-    title, banner, good, failed = nb.cells
+    title, banner, links, good, failed = nb.cells
     assert title.source.startswith('# 07 · Toy (failed)\n') and title.source.endswith('\n- skip_showdoc: true')
     assert 'href="#failed-3"' in banner.source and 'ValueError: 2 &lt; 1' in banner.source
     assert failed.source == 'y' and 'mpcourse' not in nb.metadata and good.outputs == []

@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 import nbformat
 from nbformat.v4 import new_markdown_cell, new_output
 from tools.course import chapters, executed, is_fresh, run_course
+from tools.runtime import links
 from tools.pages import is_imports, join_imports, widget_html
 
 VIEW, STATE = 'application/vnd.jupyter.widget-view+json', 'application/vnd.jupyter.widget-state+json'
@@ -98,7 +99,7 @@ def for_site(nb, ch):
     failed = is_failed(nb)
     title_cell(nb.cells[0], ch, failed)
     nb.cells = join_imports(nb.cells)
-    top = [nb.cells[0], banner(nb)] if failed else nb.cells[:1]
+    top = [nb.cells[0], *[banner(nb)]*failed, new_markdown_cell(links(ch))]
     for no, cell in enumerate(nb.cells, 1):
         if cell.cell_type == 'code': site_cell(cell, state, no)
     nb.metadata.pop('mpcourse', None)

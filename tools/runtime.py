@@ -1,0 +1,45 @@
+"""Notebooks for a fresh runtime, as Colab's: `python -m tools.runtime OUT` writes copies that install the course first.
+
+The deploy job keeps them on the branch `runtime`, where the site's links lead. To try one here, in an empty environment
+with Jupyter: `MPCOURSE_REPO=$PWD jupyter execute OUT/02_rounding.ipynb`.
+"""
+import sys
+from pathlib import Path
+
+import nbformat
+from nbformat.v4 import new_code_cell
+
+from tools.course import chapters
+
+ROOT = Path(__file__).resolve().parent.parent
+INSTALL = '''# the course, with its library and its stored results: a minute or two, once
+import os, subprocess, sys
+
+repo = os.environ.get('MPCOURSE_REPO', 'https://github.com/mpcourse/mpcourse')
+if not os.path.isdir('mpcourse/nbs'):
+    subprocess.run(['git', 'clone', '-q', '--depth', '1', repo, 'mpcourse'], check=True)
+    subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', '-e', './mpcourse[data]'], check=True)
+sys.path.insert(0, os.path.abspath('mpcourse'))'''
+
+
+def links(
+    ch, # a chapter
+) -> str: # Markdown
+    "Where a chapter can be run without installing anything"
+    colab = f'https://colab.research.google.com/github/mpcourse/mpcourse/blob/runtime/{ch.stem}.ipynb'
+    binder = f'https://mybinder.org/v2/gh/mpcourse/mpcourse/main?labpath=nbs/{ch.stem}.ipynb'
+    return f'Run it now: [Colab]({colab}) · [Binder]({binder})'
+
+
+def write(
+    out: Path, # a folder
+):
+    "All notebooks, each with the install cell in front of its first code"
+    out.mkdir(parents=True, exist_ok=True)
+    for ch in chapters(ROOT/'nbs'):
+        nb = nbformat.read(ch.path, as_version=4)
+        nb.cells.insert(1, new_code_cell(INSTALL))
+        nbformat.write(nb, out/ch.path.name)
+
+
+if __name__ == '__main__': write(Path(sys.argv[1]))
