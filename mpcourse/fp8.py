@@ -13,17 +13,15 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial, update_wrapper
-from types import FunctionType
 
 import torch, torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .formats import e8m0, get_format
 from .half import refuse_script
 from .rounding import quantize
+from .scaler import LossScaler
 from .tensorcore import PRODUCTS, WHOLE_LAYERS
 
 # %% ../nbs/27_fp8.ipynb #d8f295c8
@@ -97,6 +95,7 @@ class Cast:
 # %% ../nbs/27_fp8.ipynb #3ea89864
 class DelayedScale(nn.Module):
     "A scale from the largest entries of the last steps; the history is a buffer, always in FP32"
+    _apply = LossScaler._apply      # keeps every dtype when a model becomes half
     def __init__(self,
         history:int=1024, # steps that are remembered
         once:bool=True, # a layer that is computed again in a backward pass, by checkpointing, has the scale that it had
@@ -113,16 +112,6 @@ class DelayedScale(nn.Module):
         later = torch.cat([self.history[1:], top.max()[None]])
         if self.training: self.history.copy_(torch.where(top.max() > 0, later, self.history))
         return self.used
-
-    def _apply(self, fn, recurse=True):
-        history = self.history
-        super()._apply(fn, recurse)
-        self.history = history.to(self.history.device)
-        return self
-
-    def _load_from_state_dict(self, state, prefix, *args):
-        state.setdefault(prefix + 'history', self.history)     # the checkpoint of a model in FP32 has none
-        super()._load_from_state_dict(state, prefix, *args)
 
 # %% ../nbs/27_fp8.ipynb #7fb48505
 @torch.no_grad()
@@ -177,7 +166,7 @@ class _Product(torch.autograd.Function):
         return a8 @ b8
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         (a, b), r, turn = ctx.saved_tensors, ctx.r, ctx.r.transform or (lambda t: t)
         g8, b8 = r.g(g), b if r.w.symmetric else r.w(b)
@@ -227,7 +216,7 @@ class _Casts(torch.autograd.Function):
         return cast(x)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, g): return ctx.back(g), None, None
 
 def _convolution(op, input, weight, bias=None, *args, recipe, **kwargs):
@@ -249,8 +238,8 @@ def fp8_attention(
     if enable_gqa: k, v = [t.repeat_interleave(q.shape[-3]//t.shape[-3], -3) for t in (k, v)]
     scores = fp8_matmul(q, k.mT, recipe)*(q.shape[-1]**-.5 if scale is None else scale)
     if is_causal: attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool: scores = scores.masked_fill(~attn_mask, -torch.inf)
-    elif attn_mask is not None: scores = scores + attn_mask
+    if attn_mask is not None:
+        scores = scores + attn_mask if attn_mask.is_floating_point() else scores.masked_fill(~attn_mask, -torch.inf)
     blind = (scores == -torch.inf).all(-1, keepdim=True)        # a query that sees nothing gets zeros, as torch's does
     share = scores.masked_fill(blind, 0.).softmax(-1).masked_fill(blind, 0.)
     if recipe.x.scale is no_scale: recipe = replace(recipe, x=replace(recipe.x, scale=_share_scale))
@@ -266,10 +255,10 @@ _CONVOLUTIONS = {f'conv{t}{n}d': partial(_convolution, getattr(F, f'conv{t}{n}d'
 _CALLS = _PLAIN | _CONVOLUTIONS | dict(linear=fp8_linear, scaled_dot_product_attention=fp8_attention)
 
 _MHA = F.multi_head_attention_forward       # torch's own code, but it does not hand itself to a mode in one piece
-_OPENED = FunctionType(_MHA.__code__, vars(F) | dict(has_torch_function=lambda *_: False), 'opened', _MHA.__defaults__)
+_OPENED = type(_MHA)(_MHA.__code__, vars(F) | dict(has_torch_function=lambda *_: False), 'opened', _MHA.__defaults__)
 
 # %% ../nbs/27_fp8.ipynb #94e7a86e
-class _Products(TorchFunctionMode):
+class _Products(torch.overrides.TorchFunctionMode):
     "Inside, the functions in `_CALLS` take their operands in few bits"
     def __init__(self):
         super().__init__()
@@ -293,9 +282,8 @@ class _Products(TorchFunctionMode):
         if no_tiles or no_place or not args[0].is_floating_point(): return func(*args, **kwargs)
         with self.at(self.name, None): return _CALLS[name](*args, recipe=r, **kwargs)
 
-_REFUSAL = ('{} computes {}, which is not converted to few bits: write it with linear, matmul, a convolution (one scale a '
-            'tensor) or scaled_dot_product_attention, or name the module in keep=.')
-def _called(name): return f'Module {name!r}' if name else 'The model itself'
+_REFUSAL = ('Module {!r} computes {}, which is not converted to few bits: write it with linear, matmul, a convolution '
+            '(one scale a tensor) or scaled_dot_product_attention, or name the module in keep=.')
 
 class _Watch(TorchDispatchMode):
     "An error at a product that nobody has converted"
@@ -304,9 +292,9 @@ class _Watch(TorchDispatchMode):
         self.mode = mode
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        backward = torch._C._current_graph_task_id() != -1
-        if self.mode.recipe and not backward and (func in PRODUCTS or func in WHOLE_LAYERS):
-            raise ValueError(_REFUSAL.format(_called(self.mode.name), func._overloadpacket.__name__))
+        forward = torch._C._current_graph_task_id() == -1
+        if forward and self.mode.recipe and (func in PRODUCTS or func in WHOLE_LAYERS):
+            raise ValueError(_REFUSAL.format(self.mode.name, func._overloadpacket.__name__))
         return func(*args, **(kwargs or {}))
 
 def _inside(mode, name, recipe, forward, *args, **kwargs):
@@ -317,12 +305,8 @@ def _inside(mode, name, recipe, forward, *args, **kwargs):
 
 # %% ../nbs/27_fp8.ipynb #cc8b8d92
 _LAYERS = nn.Linear, nn.modules.conv._ConvNd       # where delayed scales are kept
+_LOOKUPS = nn.Embedding, nn.EmbeddingBag           # which multiply nothing
 _SEALED = nn.RNNBase, nn.RNNCellBase, nn.Bilinear  # products that no mode sees
-
-def _delayed(m, r):
-    "The recipe of one layer, which keeps its scales"
-    m.fp8_casts = nn.ModuleDict({k: DelayedScale(r.history, once=k != 'g') for k in 'xwg'})
-    return replace(r, **{k: Cast(getattr(r, k).fmt, scale=m.fp8_casts[k]) for k in 'xwg'})
 
 def simulate_fp8(
     model:nn.Module, # any; it is not changed
@@ -342,9 +326,11 @@ def simulate_fp8(
     for name, m in [*model.named_modules()]:
         stays = any(fnmatch(name, p) for p in keep)
         if isinstance(m, _SEALED) and not stays:
-            raise ValueError(_REFUSAL.format(_called(name), f'a {type(m).__name__} in one piece'))
-        lookup = isinstance(m, (nn.Embedding, nn.EmbeddingBag))
-        if (stays or lookup) and [*m.parameters()]: model.not_converted[name] = type(m).__name__
-        own = _delayed(m, recipe) if recipe.history and isinstance(m, _LAYERS) and not stays else recipe
-        m.forward = update_wrapper(partial(_inside, mode, name, None if stays else own, m.forward), m.forward)
+            raise ValueError(_REFUSAL.format(name, f'a {type(m).__name__} in one piece'))
+        if stays and [*m.parameters()] or isinstance(m, _LOOKUPS): model.not_converted[name] = type(m).__name__
+        own = None if stays else recipe
+        if own and recipe.history and isinstance(m, _LAYERS):
+            m.fp8_casts = nn.ModuleDict({k: DelayedScale(recipe.history, once=k != 'g') for k in 'xwg'})
+            own = replace(recipe, **{k: Cast(getattr(recipe, k).fmt, scale=m.fp8_casts[k]) for k in 'xwg'})
+        m.forward = update_wrapper(partial(_inside, mode, name, own, m.forward), m.forward)
     return model
