@@ -254,16 +254,13 @@ _CONVOLUTIONS = {f'conv{t}{n}d': partial(_convolution, getattr(F, f'conv{t}{n}d'
                  for t in ('', '_transpose') for n in (1, 2, 3)}
 _CALLS = _PLAIN | _CONVOLUTIONS | dict(linear=fp8_linear, scaled_dot_product_attention=fp8_attention)
 
-_MHA = F.multi_head_attention_forward       # torch's own code, but it does not hand itself to a mode in one piece
+_MHA = F.multi_head_attention_forward       # opened, it does not hand itself to a mode in one piece
 _OPENED = type(_MHA)(_MHA.__code__, vars(F) | dict(has_torch_function=lambda *_: False), 'opened', _MHA.__defaults__)
 
 # %% ../nbs/27_fp8.ipynb #94e7a86e
 class _Products(torch.overrides.TorchFunctionMode):
     "Inside, the functions in `_CALLS` take their operands in few bits"
-    def __init__(self):
-        super().__init__()
-        self.name = self.recipe = None      # of the module that computes; without a recipe nothing is converted
-        self.watch = _Watch(self)
+    name = recipe = None        # of the module that computes; without a recipe nothing is converted
 
     @contextmanager
     def at(self, name, recipe):
@@ -294,14 +291,14 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         forward = torch._C._current_graph_task_id() == -1
         if forward and self.mode.recipe and (func in PRODUCTS or func in WHOLE_LAYERS):
-            raise ValueError(_REFUSAL.format(self.mode.name, func._overloadpacket.__name__))
+            raise ValueError(_REFUSAL.format(self.mode.name or 'the model itself', func._overloadpacket.__name__))
         return func(*args, **(kwargs or {}))
 
 def _inside(mode, name, recipe, forward, *args, **kwargs):
     "A module's forward, within the mode; what a kept module calls is kept"
     if mode.name is not None:
         with mode.at(name, mode.recipe and recipe): return forward(*args, **kwargs)
-    with mode, mode.watch, mode.at(name, recipe): return forward(*args, **kwargs)
+    with mode, _Watch(mode), mode.at(name, recipe): return forward(*args, **kwargs)
 
 # %% ../nbs/27_fp8.ipynb #cc8b8d92
 _LAYERS = nn.Linear, nn.modules.conv._ConvNd       # where delayed scales are kept
@@ -318,7 +315,7 @@ def simulate_fp8(
     if not isinstance(recipe, Recipe) and recipe not in RECIPES:
         raise ValueError(f'There is no recipe {recipe!r}: take one of {", ".join(RECIPES)}, or make a Recipe.')
     recipe = recipe if isinstance(recipe, Recipe) else RECIPES[recipe]
-    names, keep = [n for n, _ in model.named_modules()], [keep] if isinstance(keep, str) else keep
+    names, keep = [n for n, _ in model.named_modules()], [keep] if isinstance(keep, str) else [*keep]
     for p in keep:
         if not any(fnmatch(n, p) for n in names): raise ValueError(f'keep={p!r} matches no module: there are {names}.')
     model, mode = deepcopy(model), _Products()
@@ -326,7 +323,7 @@ def simulate_fp8(
     for name, m in [*model.named_modules()]:
         stays = any(fnmatch(name, p) for p in keep)
         if isinstance(m, _SEALED) and not stays:
-            raise ValueError(_REFUSAL.format(name, f'a {type(m).__name__} in one piece'))
+            raise ValueError(_REFUSAL.format(name or 'the model itself', f'a {type(m).__name__} in one piece'))
         if stays and [*m.parameters()] or isinstance(m, _LOOKUPS): model.not_converted[name] = type(m).__name__
         own = None if stays else recipe
         if own and recipe.history and isinstance(m, _LAYERS):
