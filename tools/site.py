@@ -15,7 +15,7 @@ import nbformat
 from nbformat.v4 import new_markdown_cell, new_output
 from tools.course import chapters, executed, is_fresh, run_course
 from tools.runtime import links
-from tools.pages import is_imports, join_imports, widget_html
+from tools.pages import directives, is_imports, join_imports, widget_html
 
 VIEW, STATE = 'application/vnd.jupyter.widget-view+json', 'application/vnd.jupyter.widget-state+json'
 NO_QUARTO = ('The site is built with Quarto, and there is no `quarto` on the PATH: install it from '
@@ -89,8 +89,18 @@ def site_cell(cell, state, no):
     if any(o.output_type == 'error' for o in cell.outputs): cell.source = drop(cell.source, 'hide')
     cell.source = site_source(cell.source)
     cell.outputs = [site_output(o, state, no) for o in cell.outputs]
+    moves = [o for o in cell.outputs if re.search('mp-live|mp-explore', str(o.get('data', {}).get('text/html', '')))]
+    if moves and has(cell.source, 'fig-cap'): caption(cell, moves[-1])
     note = cell.metadata.pop('mpcourse', {}).get('skipped')
     if note: cell.outputs = [html_output(f'<p class="not-run">{note}</p>')]
+
+
+def caption(cell, out):
+    "Quarto drops the caption of an html output: it goes into the output"
+    text = directives(cell.source)[0]['fig-cap']
+    told = re.sub(r'`([^`]+)`', r'<code>\1</code>', escape(text))
+    cell.source = drop(cell.source, 'fig-cap', 'fig-alt')
+    out.data['text/html'] = f'<figure>{"".join(out.data["text/html"])}<figcaption>{told}</figcaption></figure>'
 
 
 def for_site(nb, ch):
