@@ -10,6 +10,7 @@ __all__ = ['PROBES', 'STEPS', 'STORED', 'YES', 'NO', 'matrices', 'share', 'Trial
 import math
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from html import escape
 from itertools import chain
 from statistics import median
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from .compare import Training, known_scheme
+from .plots import figure_html
 from .rounding import quantize
 from .toys import plain_step, seeded
 
@@ -136,6 +138,11 @@ class Looks:
         try: do()
         except Exception as e: self.refused[name] = f'{type(e).__name__}: {e}'
 
+    def settings(self):
+        "Scheme -> the loss scale that it found"
+        scales = {n: t.scaler.scale.item() for n, t in self.trials.items() if t.scaler}
+        return {n: f'loss scale 2^{math.log2(s):.0f}' for n, s in scales.items() if n not in self.refused}
+
     def look(self, model, opt, batch, seed):
         "All schemes on one batch, from the same weights"
         grads = self.fp32.gradients(model, batch, seed)
@@ -209,11 +216,19 @@ class Advice:
     verdicts: dict # scheme -> (verdict, why)
     seen: dict # scheme -> what arrived, at each probe
     remarks: list # sentences on the training itself
+    settings: dict # scheme -> the loss scale that it found, as text
 
     def table(self):
         "A pandas DataFrame: a line for each scheme"
         import pandas as pd
-        return pd.DataFrame(self.verdicts, index=['verdict', 'because']).T
+        rows = {n: (*v, self.settings.get(n, '')) for n, v in self.verdicts.items()}
+        return pd.DataFrame(rows, index=['verdict', 'because', 'setting']).T
+
+    def html(self)->str: # a page that needs nothing else
+        "Table, picture and remarks"
+        picture = figure_html(self.plot(), 'What arrives of each step, scheme by scheme')
+        said = ''.join(f'<p>{escape(r)}</p>' for r in self.remarks)
+        return f'<!DOCTYPE html><meta charset="utf-8"><title>Will it train?</title>{self.table().to_html()}{picture}{said}'
 
     def plot(self, ax=None):
         "Schemes and probes; the colour is the share of the step that arrives in the worst layer"
@@ -249,4 +264,4 @@ def advise(
         verdict, why = judge(looks.seen[n], -math.inf)
         verdicts[n] = verdict if verdicts.get('BF16', ('',))[0] == 'yes' else 'cannot tell', f'of the way, {why}'
     verdicts |= {n: ('cannot run', why) for n, why in looks.refused.items()}
-    return Advice({n: verdicts[n] for n in schemes}, looks.seen, remarks(looks, model, opt))
+    return Advice({n: verdicts[n] for n in schemes}, looks.seen, remarks(looks, model, opt), looks.settings())

@@ -138,7 +138,7 @@ def compare_command(
     return 0
 
 def advise_command(
-    args: argparse.Namespace, # training, steps, seed
+    args: argparse.Namespace, # training, steps, seed, html
 ) -> int: # 0
     "Watch a hundred steps of your training in FP32, and say which schemes will train like it"
     import pandas as pd
@@ -149,6 +149,10 @@ def advise_command(
     except ValueError as e: raise RequestError(str(e)) from e
     with pd.option_context('display.max_colwidth', None, 'display.width', None): print(advice.table().to_string())
     print('', *advice.remarks, sep='\n')
+    if args.html:
+        try: Path(args.html).write_text(advice.html(), encoding='utf-8')
+        except OSError as e: raise RequestError(f'{args.html}: {e.strerror}.') from e
+        print(f'\nThe page is {args.html}.')
     return 0
 
 # %% ../nbs/92_cli.ipynb #735e8125
@@ -210,6 +214,7 @@ def add_advise(
                    'returns a Training of chapter 29')
     a.add_argument('--steps', type=positive, default=100, help='to watch (%(default)s)')
     a.add_argument('--seed', type=count, default=0, help='of the training (%(default)s)')
+    a.add_argument('--html', help='a file for a page with table and picture')
     a.set_defaults(func=advise_command)
 
 # %% ../nbs/92_cli.ipynb #92c4ec02

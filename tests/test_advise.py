@@ -111,7 +111,7 @@ def test_advice_names_the_layer_that_is_lost():
     assert said['FP16 scale 1'] == 'no' and said['FP16 measured'] == said['FP16 ALS'] == said['BF16'] == 'yes'
     assert '0.weight' in advice.verdicts['FP16 scale 1'][1] or '2.weight' in advice.verdicts['FP16 scale 1'][1]
     assert list(advice.verdicts) == [*STEPS, *STORED] and all(len(advice.seen[n]) == len(PROBES) for n in STEPS)
-    assert list(advice.table().columns) == ['verdict', 'because'] and advice.plot().images[0].get_array().shape == (len(STEPS), len(PROBES))
+    assert list(advice.table().columns) == ['verdict', 'because', 'setting'] and advice.plot().images[0].get_array().shape == (len(STEPS), len(PROBES))
 
 
 def test_nothing_of_the_users_changes():
@@ -199,3 +199,28 @@ def test_no_verdict_without_grounds():
     with pytest.raises(ValueError, match='no weight matrix'): advise(nn.BatchNorm1d(8), torch.optim.SGD([torch.ones(1)], 1.), F.mse_loss, t.batches())
     assert ask(t, schemes=('BF16 weights',)).verdicts['BF16 weights'][0] == 'cannot tell'
     assert not any('did not fall' in r for r in ask(t, steps=5, schemes=()).remarks)
+
+
+def test_a_page_and_settings(tmp_path):
+    a = ask(linear(), steps=4, schemes=('FP16 measured', 'FP16 scale 1', 'BF16'))
+    assert list(a.table().columns) == ['verdict', 'because', 'setting'] and set(a.settings) == {'FP16 measured'}
+    assert int(a.settings['FP16 measured'].split('^')[1]) > 4
+    a.remarks.append('1 < 2')
+    assert '<table' in a.html() and 'src="data:image/png' in a.html() and '1 &lt; 2' in a.html()
+
+
+def test_a_model_with_a_dictionary_through_three_lines():
+    transformers = pytest.importorskip('transformers')
+    class Logits(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+        def forward(self, ids, mask): return self.model(input_ids=ids, attention_mask=mask).logits
+    torch.manual_seed(0)
+    cfg = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.)
+    model = Logits(transformers.GPT2LMHeadModel(cfg))
+    ids = torch.randint(32, (6, 4, 16))
+    batches = [((x, torch.ones_like(x)), x) for x in ids]
+    opt = torch.optim.Adam(model.parameters(), 1e-3)
+    a = advise(model, opt, lambda y, x: F.cross_entropy(y[:, :-1].flatten(0, 1), x[:, 1:].flatten()), batches, 4, schemes=('BF16', 'FP16 measured'))
+    assert [v for v, _ in a.verdicts.values()] == ['yes', 'yes']
