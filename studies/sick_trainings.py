@@ -185,13 +185,13 @@ NOTES = dict(
       "cures it. From 2^24 the scale ends at 2^8, which is enough for some seeds and not for others (chapters 14 to 16).",
     D="Fourteen sigmoids with PyTorch's first weights: each layer shrinks the gradient, the first ones lie nearly forty octaves "
       "below the last, and nothing moves in FP32 either. No format is guilty. Xavier's weights with a gain of 4 (chapters 03 and 22).",
-    E="Products are taken in FP8 without scales, and the gradients of the first layers are smaller than 2^-17, where E5M2 ends. One loss scale that is "
+    E="Products are taken in FP8 without scales, and most gradients of the first layers are smaller than 2^-17, where E5M2 ends. One loss scale that is "
       "measured cures it; 2^24 overflows. A scale for each tensor needs no measurement (chapter 27).",
     F="One picture is far too bright in step 50. The step is skipped, but the forward pass has already left infinities in "
       "BatchNorm's running statistics; training does not use them, evaluation does. FP32 and BF16 hold such numbers, and "
       "forget them. Buffers have to go back with the weights (chapter 11).",
-    G="Squares in units of 1/255 are added up over pixels and pictures: gradients exceed 65,504 without any scale, and the "
-      "scaler has nowhere to go. A mean (chapter 10).")
+    G="Squares in units of 1/255 are added up over pixels and pictures: gradients soon exceed 65,504 without any scale, "
+      "and the scaler has nowhere to go. A mean (chapter 10).")
 PATIENTS = dict(
     A=Patient(stored, common() | {'nothing': store(lambda t: StaticScaler(1.)), 'measured': store(measured_scale),
               'start 2^24': store(lambda t: DynamicScaler(2.**24)), 'own': store(lambda t: StaticScaler(1.), 'stochastic')},
