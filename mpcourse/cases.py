@@ -94,7 +94,8 @@ def batch_evidence(
     sizes = [g.square().mean().sqrt().log2().item() for g in true.values()]
     kept = arrived(gradients(r.step, r.first, (x, y), r.loss_func)[1], true)
     half = gradients(plain_step, r.plain, (x[:len(y)//2], y[:len(y)//2]), r.loss_func)[0]
-    return dict(kept=min(kept.values(), default=0.), octaves=max(sizes) - min(sizes), behind=behind, ratio=loss/half)
+    return dict(kept=min(kept.values(), default=0.), octaves=max(sizes) - min(sizes), behind=behind,
+                ratio=loss/half if half else math.nan)
 
 def evidence(
     r, # a record
