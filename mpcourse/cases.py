@@ -31,7 +31,7 @@ def train_patient(
     r = SimpleNamespace(plain=deepcopy(t.model), before=scored(t), loss_func=t.loss_func, batches=list(t.batches()))
     with seeded(seed):
         r.step = plain_step if remedy == 'healthy' else patient.steps[remedy](t)
-        r.first, r.model, r.opt = deepcopy(t.model), t.model, t.opt(t.model.parameters())
+        r.first, r.model, r.opt = deepcopy(t.model).train(), t.model, t.opt(t.model.parameters())
         collector = TensorCollector(t.model, lambda n: n < 10 or n % 25 == 0, opt=r.opt,
                                     scaler=getattr(r.step, 'scaler', None))
         def look(i, seen):

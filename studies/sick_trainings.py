@@ -1,9 +1,10 @@
-"""Which remedies cure a sick training? Seven with one fault each, of which six are the learner's: the solutions stand here (chapter 31)
+"""Which remedies cure a sick training? Seven with one fault each; the solutions of six exercises stand here (chapter 31)
 
 A row is a training and a remedy. `measured`: a loss scale measured on the first batch. `start 2^24`: the training's own
-rule for the scale, from 2^24, or torch's where it has none. `BF16`: autocast with FP32 weights. `own`: the cure that fits the cause. `lost` is the share of
-what FP32 learns without the fault, with the same seed, that is lost on new data; a training is cured if that is less
-than a quarter. The rows `nothing` and `own` also hold the evidence of chapter 31.
+rule for the scale, from 2^24, or the course's where it has none (E: constant). `BF16`: autocast with FP32 weights.
+`own`: the cure that fits the cause. `lost` is the share of what FP32 learns without the fault, with the same seed, that
+is lost on new data; a training is cured if that is less than half, as in chapter 29. The rows `nothing` and `own` also
+hold the evidence of chapter 31.
 """
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -211,7 +212,7 @@ SEEDS = range(7)
 
 
 def run(row, seed):
-    "Share of a healthy training that is lost, the score, the last loss, skipped steps; the evidence where nothing, or the own cure, is done"
+    "Share of what a healthy training learns that is lost, both scores, the last loss; the evidence of `nothing` and `own`"
     name, remedy = row.split(': ')
     record, healthy = (train_patient(PATIENTS[name], r, seed) for r in (remedy, 'healthy'))
     found = dict(lost=lost_by(record, healthy), score=record.score, healthy=healthy.score, loss=record.log.loss.iloc[-1])
