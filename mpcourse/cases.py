@@ -87,15 +87,13 @@ def batch_evidence(
 )->dict: # name -> number
     "What single batches say, run again from the first weights"
     behind = 0
-    for batch in r.batches[:40]:
+    for batch in reversed(r.batches[:40]):                  # the first one last: it is asked on below
         loss, grads = loss_and_gradients(plain_step, r.plain, batch, r.loss_func)
         behind += math.isfinite(loss) and not all(g.isfinite().all() for g in grads.values())
-    x, y = r.batches[0]
-    loss, true = loss_and_gradients(plain_step, r.plain, (x, y), r.loss_func)
-    sizes = [g.square().mean().sqrt().log2().item() for g in true.values()]
-    kept = arrived(loss_and_gradients(r.step, r.first, (x, y), r.loss_func)[1], true)
-    half = loss_and_gradients(plain_step, r.plain, (x[:len(y)//2], y[:len(y)//2]), r.loss_func)[0]
-    return dict(kept=min(kept.values(), default=0.), octaves=max(sizes) - min(sizes), behind=behind,
+    sizes = [g.square().mean().sqrt().log2().item() for g in grads.values()]
+    kept = arrived(loss_and_gradients(r.step, r.first, batch, r.loss_func)[1], grads).values()
+    half = loss_and_gradients(plain_step, r.plain, [t[:len(t)//2] for t in batch], r.loss_func)[0]
+    return dict(kept=min(kept, default=0.), octaves=max(sizes) - min(sizes), behind=behind,
                 ratio=loss/half if half else math.nan)
 
 def evidence(
@@ -143,8 +141,8 @@ def solutions(
 )->pd.DataFrame: # a row for each case
     "The page for teachers: causes, cures, what each remedy does"
     truth, patients = outcomes(table), table.module.PATIENTS
-    rows = [dict(cause=p.cause, cure=p.cure) | truth[n] | dict(note=p.note) for n, p in patients.items()]
-    return pd.DataFrame(rows, list(patients), dtype=object)
+    rows = {n: dict(cause=p.cause, cure=p.cure) | truth[n] | dict(note=p.note) for n, p in patients.items()}
+    return pd.DataFrame(rows, dtype=object).T
 
 # %% ../nbs/31_cases.ipynb #c31a0022
 class Case:
@@ -155,8 +153,9 @@ class Case:
         seed:int=0, # of weights and batches
     ):
         validate_choice(name, table.module.PATIENTS, 'case')
-        self.table, self.name, self.seed, self.runs, self.points = table, name, seed, [], None
-        self.record = train_patient(table.module.PATIENTS[name], seed=seed)
+        self.table, self.patient, self.name, self.seed = table, table.module.PATIENTS[name], name, seed
+        self.runs, self.points = [], None
+        self.record = train_patient(self.patient, seed=seed)
 
     def run(self,
         remedy:str, # one of `REMEDIES`; after the answer also 'own', the cure that fits
@@ -166,7 +165,7 @@ class Case:
         if len(self.runs) == 3: raise ValueError('All three runs are spent.')
         if not self.points and (len(self.runs) == 2 or remedy == 'own'): raise ValueError('Answer before this run.')
         self.runs.append(remedy)
-        return train_patient(self.table.module.PATIENTS[self.name], remedy, self.seed)
+        return train_patient(self.patient, remedy, self.seed)
 
     def answer(self,
         cause:str, # one of `CAUSES`
