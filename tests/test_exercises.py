@@ -542,6 +542,30 @@ WRONG = {
             return (b[-1] - a[-1])/(a[0] - a[-1])"""),
     # 30: the worst at the last probe only; never None
     'check_culprit': ('lambda seen: min(seen[-1], key=seen[-1].get) if seen[-1] else None', 'lambda seen: min((k, n) for s in seen if s for n, k in s.items())[1] if any(seen) else None'),
+    # 31: one window at the start; windows that do not overlap
+    'check_burst': ('lambda skipped, n: sum(skipped[:n])', 'lambda skipped, n: max(sum(skipped[i:i + n]) for i in range(0, len(skipped), n))'),
+    # 31: None counts as no; True as soon as one case is cured
+    'check_best_guess': ('lambda truth: {r: sum(t[r] is True for t in truth.values()) > len(truth)/2 for r in "xyz"}',
+                         'lambda truth: {r: any(t[r] for t in truth.values()) for r in "xyz"}'),
+    # 31: always; wherever the gradient is lost; wherever a step was skipped
+    'check_diagnose': ('lambda e: True', 'lambda e: e["kept"] < .3', 'lambda e: e["skipped"] > 0'),
+    # 31: no look at gradients; a look that skips, as a scaler's; a look at the loss that raises, too
+    'check_alarmed': ('lambda *args: plain_step(*args)', """
+        def alarmed(model, xb, yb, opt, loss_func):
+            loss = loss_func(model(xb), yb)
+            opt.zero_grad()
+            loss.backward()
+            if all(p.grad.isfinite().all() for p in model.parameters()): opt.step()
+            return loss.detach()""", """
+        def alarmed(model, xb, yb, opt, loss_func):
+            loss = loss_func(model(xb), yb)
+            if not loss.isfinite(): return loss.detach()
+            opt.zero_grad()
+            loss.backward()
+            bad = [n for n, p in model.named_parameters() if not p.grad.isfinite().all()]
+            opt.step()
+            if bad: raise FloatingPointError('A gradient is not finite.')
+            return loss.detach()"""),
     'check_chance': ('lambda vs: .5**len(vs)', 'lambda vs: 2*.5**len(vs) if min(vs) > 0 or max(vs) < 0 else 1.'),
 }
 

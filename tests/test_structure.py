@@ -10,7 +10,7 @@ TEXTS = {p: [''.join(c['source']) for c in cells] for p, cells in CELLS.items()}
 # module → the number of the notebook that exports it
 NUMBER = {m[1]: int(p.name[:2]) for p in NBS for t in TEXTS[p] if (m := re.match(r'#\| *default_exp +(\w+)', t))}
 NOTEBOOK = {m[1]: p for p in NBS for t in TEXTS[p] if (m := re.match(r'#\| *default_exp +(\w+)', t))}
-CHAPTERS = [p for p in NBS if re.match(r'(0[1-9]|1\d|2\d|30)_', p.name)]
+CHAPTERS = [p for p in NBS if re.match(r'(0[1-9]|1\d|2\d|3[01])_', p.name)]
 # split from longer chapters, or not complete: the template is due when they are written anew
 BEGUN = set()
 TOOLS = {'doctor', 'cli', 'all'}
@@ -18,7 +18,7 @@ LIBRARY = [m for m in NUMBER if m not in TOOLS]
 # without fastai: the modules that DESIGN.md marks so, as far as they are written
 LIGHT = '''plots formats rounding toys tensorcore emulate half master scaler step dynamic policies simulator gradscaler
            recipe monitor underflow als layerwise accumulate distributed unit unit_models fp8 fourbits zoo doctor'''.split()
-MAY_USE_TOYS = {'failures', 'recipe', 'simulator', 'compare', 'advise', 'zoo', 'all'}
+MAY_USE_TOYS = {'failures', 'recipe', 'simulator', 'compare', 'advise', 'cases', 'zoo', 'all'}
 HEADINGS = ['What goes wrong', 'See it', 'Put it to work', 'What we built', 'Exercises', 'Further reading']
 # functions longer than 25 lines, each with its reason
 LONG = {}
