@@ -141,7 +141,7 @@ class Looks:
     def settings(self):
         "Scheme -> the loss scale that it found"
         scales = {n: t.scaler.scale.item() for n, t in self.trials.items() if t.scaler}
-        return {n: f'loss scale 2^{math.log2(s):.0f}' for n, s in scales.items() if n not in self.refused}
+        return {n: f'loss scale 2^{math.log2(s):.0f}' for n, s in scales.items() if s != 1 and n not in self.refused}
 
     def look(self, model, opt, batch, seed):
         "All schemes on one batch, from the same weights"
