@@ -228,7 +228,8 @@ class Advice:
         "Table, picture and remarks"
         picture = figure_html(self.plot(), 'What arrives of each step, scheme by scheme')
         said = ''.join(f'<p>{escape(r)}</p>' for r in self.remarks)
-        return f'<!DOCTYPE html><meta charset="utf-8"><title>Will it train?</title>{self.table().to_html()}{picture}{said}'
+        head = '<!DOCTYPE html><meta charset="utf-8"><title>Will it train?</title>'
+        return head + self.table().to_html() + picture + said
 
     def plot(self, ax=None):
         "Schemes and probes; the colour is the share of the step that arrives in the worst layer"
