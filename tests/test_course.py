@@ -152,6 +152,15 @@ def test_directives_and_hidden_cells_are_gone(ran):
     assert '#|' not in text and 'hidden_name' not in text and 'default_exp' not in text and 'def visible' in text
 
 
+def test_slides(ran):
+    from tools.slides import slides
+    found = [(ch, C.executed(ch, ran[1])) for ch in C.chapters(ran[2]) if ch.stem == '01_good']
+    page = BeautifulSoup(slides(found), 'html.parser')
+    title, *figures = page.select('section')
+    assert title.h2.text == 'Good' and len(figures) == 1
+    assert figures[0].img['src'].startswith('data:image/png') and figures[0].p.text == 'Half of it *vanishes*'
+
+
 def test_checkers_and_imports_are_folded(ran):
     folds = {d.summary.text: d.select_one('.code').text for d in soup(ran, '01_good').select('details.fold')}
     assert set(folds) == {'Imports', 'Checker'} and 'def check_it' in folds['Checker'] and 'ipywidgets' in folds['Imports']
