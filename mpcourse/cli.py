@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['doctor_command', 'RequestError', 'names_in', 'storm_from', 'plot_file', 'draw', 'asked_policies', 'replay_command',
-           'training_from', 'compare_command', 'advise_command', 'positive', 'count', 'add_replay', 'add_compare',
-           'add_advise', 'checkers', 'check_command', 'add_check', 'exercises_command', 'add_exercises', 'make_parser',
-           'tell_once', 'main']
+           'training_from', 'Progress', 'compare_command', 'advise_command', 'positive', 'count', 'add_replay',
+           'add_compare', 'add_advise', 'checkers', 'check_command', 'add_check', 'exercises_command', 'add_exercises',
+           'make_parser', 'tell_once', 'main']
 
 # %% ../nbs/92_cli.ipynb #f3dd68d4
-import argparse, importlib, json, re, runpy, sys, warnings
+import argparse, importlib, json, re, runpy, sys, time, warnings
 from functools import partial
 from pathlib import Path
 
@@ -121,13 +121,35 @@ def training_from(
     if not isinstance(t, Training): raise RequestError(f'{name}(0) returned {t!r}: it should be a Training.')
     return make
 
+class Progress:
+    "How much is done and how long the rest may take, on the error stream, in place where that is a terminal"
+    def __init__(self,
+        total:int, # of what is counted
+        what:str, # its name
+    ): self.total, self.what, self.n, self.start = total, what, 0, time.perf_counter()
+
+    def __call__(self):
+        "One more begins"
+        left = (time.perf_counter() - self.start)/self.n*(self.total - self.n) if self.n else 0
+        end = '\r' if sys.stderr.isatty() else '\n'
+        self.n += 1
+        if sys.stderr.isatty() or self.n & (self.n - 1) == 0:                # in a log: 1, 2, 4, 8 …
+            rest = f', about {left:.0f} s left   '*(left > 0)
+            print(f'{self.what} {self.n} of {self.total}{rest}', end=end, file=sys.stderr)
+
 def compare_command(
     args: argparse.Namespace, # training, schemes, seeds, steps, store
 ) -> int: # 0
     "Train a toy, or your own net, under several schemes with the same seeds, and say who learns as FP32 does"
     import pandas as pd
-    from mpcourse.compare import compare, summary
-    try: results = compare(training_from(args.training, args.steps), names_in(args.schemes), args.seeds, args.store)
+    from mpcourse.compare import SCHEMES, compare, summary
+    try:
+        make, names = training_from(args.training, args.steps), names_in(args.schemes)
+        bar = Progress(args.seeds*len({'FP32', *(names or SCHEMES)}), 'training')
+        def counted(seed):
+            bar()
+            return make(seed)
+        results = compare(counted, names, args.seeds, args.store)
     except (ValueError, OSError) as e: raise RequestError(str(e)) from e
     print(pd.DataFrame(summary(results)).T.to_string())
     print('\nverdict: the share of what FP32 learnt that is lost, in the median, where all seeds lie on one side; '
@@ -145,7 +167,12 @@ def advise_command(
     from mpcourse.advise import advise
     try:
         t = training_from(args.training)(args.seed)
-        advice = advise(t.model, t.opt(t.model.parameters()), t.loss_func, t.batches(), args.steps, t.schedule)
+        bar = Progress(args.steps, 'step')
+        def counted():
+            for batch in t.batches():
+                bar()
+                yield batch
+        advice = advise(t.model, t.opt(t.model.parameters()), t.loss_func, counted(), args.steps, t.schedule)
     except ValueError as e: raise RequestError(str(e)) from e
     with pd.option_context('display.max_colwidth', None, 'display.width', None): print(advice.table().to_string())
     print('', *advice.remarks, sep='\n')
