@@ -118,7 +118,7 @@ def test_a_table_in_a_widgets_json_stays_json():
 
 def test_a_good_chapter_has_its_number_and_no_banner():
     nb = SITE.for_site(notebook(new_code_cell('x')), CHAPTER)
-    assert nb.cells[0].source == '# 07 · Toy\n\n> A promise' and len(nb.cells) == 3
+    assert nb.cells[0].source == '# 07 · Toy\n\n> A promise\n\n- image: card.png' and len(nb.cells) == 3
     assert 'runtime/07_toy.ipynb)' in nb.cells[1].source and 'nbs/07_toy.ipynb)' in nb.cells[1].source
     index = SITE.for_site(notebook(), SimpleNamespace(number='index', stem='index'))
     assert index.cells[0].source.startswith('# Toy\n')

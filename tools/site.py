@@ -81,7 +81,7 @@ def title_cell(cell, ch, failed):
     "The first cell with the chapter's number in its title, and a word where the chapter failed"
     number = f'{ch.number} · ' if ch.number.isdigit() else ''
     cell.source = re.sub(r'^# +(.+)$', rf'# {number}\1{" (failed)"*failed}', cell.source, count=1, flags=re.M)
-    if failed: cell.source += '\n\n- skip_showdoc: true'
+    cell.source += '\n\n- image: card.png' + '\n- skip_showdoc: true'*failed
 
 
 def site_cell(cell, state, no):
