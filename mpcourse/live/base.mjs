@@ -42,8 +42,8 @@ const STYLE = `[data-jp-theme-light=false] .mpx{color-scheme:dark}
  font:.9rem/1.45 var(--sans,system-ui,sans-serif);color:var(--fg);border:1px solid var(--line,#8886);
  border-radius:6px;padding:.8rem .9rem;margin:.4rem 0 1rem}
 .mpx .bar{display:flex;flex-wrap:wrap;gap:.45rem 1.2rem;align-items:center}
-.mpx label{display:inline-flex;gap:.45rem;align-items:center;min-height:1.6rem}
-.mpx label.wide{flex:1 1 15rem}.mpx input[type=range]{flex:1;min-width:6rem;accent-color:var(--mark)}
+.mpx label:not([hidden]){display:inline-flex;gap:.45rem;align-items:center;min-height:1.6rem}
+.mpx [hidden]{display:none}.mpx label.wide{flex:1 1 15rem}.mpx input[type=range]{flex:1;min-width:6rem;accent-color:var(--mark)}
 .mpx output{min-width:4.5ch;font-variant-numeric:tabular-nums}.mpx sup{line-height:0}
 .mpx [role=radiogroup]{display:flex;flex-wrap:wrap;align-items:center;gap:.2rem .8rem}
 .mpx button,.mpx select,.mpx input[type=text]{font:inherit;color:inherit;min-height:1.6rem;
@@ -143,7 +143,7 @@ export const line = (x1, y1, x2, y2, stroke, more = {}) => make('line', { x1, y1
 export const words = (x, y, text, anchor = 'start', more = {}) =>
   make('text', { x, y, 'text-anchor': anchor, ...more }, ...[text].flat());
 
-export const table = (head, rows) => make('div', { class: 'scrolls' }, make('table', {},
+export const table = (head, rows) => make('div', { class: 'scrolls', tabindex: 0, role: 'group', 'aria-label': 'a table' }, make('table', {},
   make('thead', {}, make('tr', {}, head.map(h => make('th', { scope: 'col' }, h)))),
   make('tbody', {}, rows.map(([name, ...cells]) => make('tr', {},
     make('th', { scope: 'row' }, ...[name].flat()), cells.map(c => make('td', {}, ...[c].flat())))))));

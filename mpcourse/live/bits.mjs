@@ -1,7 +1,7 @@
 // Bits: type a number or click its digits, and see how two formats store it.
 //   data = {number, left, right}: what stands there at first
-import { asPower, bar, button, fill, make, menu, percent, redraw, says } from './base.mjs';
-import { FORMATS, bitsOf, cast, numberOf, shown, spacing } from './formats.mjs';
+import { bar, button, fill, make, menu, says } from './base.mjs';
+import { FORMATS, bitsOf, cast, next, numberOf, shown } from './formats.mjs';
 
 const CSS = `.mpx .code{display:flex;flex-wrap:wrap;gap:.15rem .5rem;margin:.5rem 0}
 .mpx .code>span{display:flex;gap:2px}.mpx .code button{padding:0;width:1.5rem;font-variant-numeric:tabular-nums}
@@ -28,7 +28,8 @@ export function stored(x, f) {
   const value = cast(x, f), size = Math.abs(value);
   const kind = Number.isNaN(value) ? 'NaN' : size === Infinity ? 'infinite' : !size ? (x ? 'underflow: zero' : 'zero')
     : size < f.tiny ? 'subnormal' : 'normal';
-  return { value, bits: bitsOf(value, f), error: x === value || !Number.isFinite(value) ? 0 : Math.abs(value / x - 1), kind };
+  const error = Object.is(x, value) || x === value ? 0 : Number.isFinite(value) && Number.isFinite(x) ? Math.abs(value / x - 1) : Infinity;
+  return { value, bits: bitsOf(value, f), error, kind };
 }
 
 export function mount(root, data) {
@@ -42,13 +43,13 @@ export function mount(root, data) {
   });
   el.boxes = state.names.map((name, i) => make('div'));
   const choose = i => name => { state.names[i] = name; draw(); };
-  const next = step => () => {                              // to the neighbour in the first format
+  const step = up => () => {                                // to the neighbour in the first format
     const f = FORMATS[state.names[0]], v = cast(state.x, f);
-    set({ x: Math.abs(v) <= f.max ? v + step * spacing(v, f) : v });
+    if (Number.isFinite(v)) set({ x: next(v, f, up) });
   };
   fill(root, CSS,
     bar(make('label', {}, 'number', el.text), button('halve', () => set({ x: state.x / 2 })),
-      button('double', () => set({ x: state.x * 2 })), button('next below', next(-1)), button('next above', next(1))),
+      button('double', () => set({ x: state.x * 2 })), button('next below', step(false)), button('next above', step(true))),
     ...state.names.flatMap((name, i) => [bar(menu(i ? 'and in' : 'stored in', Object.keys(FORMATS), name, choose(i))), el.boxes[i]]),
     el.says = says());
 
@@ -69,10 +70,10 @@ export function mount(root, data) {
     const focus = [...root.querySelectorAll('.code button')].indexOf(document.activeElement);
     const seen = state.names.map(name => stored(state.x, FORMATS[name]));
     seen.forEach((s, i) => el.boxes[i].replaceChildren(make('div', { class: 'code' }, code(s.bits, state.names[i])),
-      make('div', {}, `${shown(s.value)}, ${s.kind}` + (s.error ? `, off by ${(100 * s.error).toPrecision(2)} %` : ''))));
+      make('div', {}, `${shown(s.value)}, ${s.kind}` + (s.error && s.error < Infinity ? `, off by ${+(100 * s.error).toPrecision(2)} %` : ''))));
     if (focus >= 0) root.querySelectorAll('.code button')[focus]?.focus();
     const [a, b] = seen.map((s, i) => [s, state.names[i].toUpperCase()]);
-    const best = a[0].error === b[0].error ? 'Both are equally far from it.' : `${(a[0].error < b[0].error ? a : b)[1]} is nearer.`;
+    const best = !Number.isFinite(state.x) ? '' : a[0].error === b[0].error ? 'Both are equally far from it.' : `${(a[0].error < b[0].error ? a : b)[1]} is nearer.`;
     el.says.textContent = `${shown(state.x)}: ${a[1]} has ${shown(a[0].value)}, ${b[1]} has ${shown(b[0].value)}. ${best}`;
   }
   set({});

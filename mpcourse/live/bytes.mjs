@@ -10,7 +10,7 @@ export const SCHEMES = {
   masters: { weights: 2, masters: 4, copies: 0, gradients: 6, moment: 4 },
   'BF16 weights': { weights: 2, masters: 0, copies: 0, gradients: 2, moment: 2 } };
 export const MOMENTS = { SGD: 0, momentum: 1, Adam: 2 };
-const PARTS = { weights: '#0072B2', masters: '#56B4E9', copies: '#8C6D31', gradients: '#D55E00', moments: '#009E73', activations: '#999999' };
+const PARTS = { weights: '#0072B2', masters: '#3b8fc4', copies: '#8C6D31', gradients: '#D55E00', moments: '#009E73', activations: '#808080' };
 
 /** Bytes of each part for `params` parameters and `kept` bytes of activations. */
 export function bytes(scheme, optimizer, params, kept) {
@@ -30,7 +30,7 @@ export function mount(root, data) {
   const kept = scheme => state.batch * (data.kept[scheme] ?? data.kept.masters) * Math.sqrt(params() / data.params);
   const all = () => Object.keys(SCHEMES).map(s => [s, bytes(s, state.optimizer, params(), kept(s))]);
   fill(root, `.mpx .key::before{content:'';display:inline-block;width:.7em;height:.7em;margin:0 .3em;background:var(--c)}`,
-    bar(slider('parameters', [4, 11, .05], state.params, v => [(+(10 ** v).toPrecision(2)).toLocaleString('en')], v => set({ params: v })).label,
+    bar(slider('parameters', [4, 11, .05], state.params, v => [v < 9 ? `${+(10 ** (v - 6)).toPrecision(2)} million` : `${+(10 ** (v - 9)).toPrecision(2)} billion`], v => set({ params: v })).label,
       slider('examples in a batch', [1, 512], state.batch, asNumber, batch => set({ batch })).label),
     radios('optimizer', Object.keys(MOMENTS).map(o => [o, o]), state.optimizer, optimizer => set({ optimizer })),
     el.plot = plot(170), el.says = says(), el.table = document.createElement('div'));

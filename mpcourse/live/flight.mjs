@@ -14,7 +14,7 @@ export const POLICIES = {
   dynamic: ['#CC79A7', '9 3 2 3', 'DynamicScaler: holds where the loss is not finite'],
   floor: ['#8C6D31', '12 3', 'torch with a floor at 2⁶'],
   metaseq: ['#56B4E9', '6 3', 'metaseq: a window that doubles and halves with the scale'],
-  measured: ['#777777', '1 2', 'one scale, the first, for ever'],
+  measured: ['#777777', '1 2', 'the first scale for ever: a measured one'],
   als: ['#B04A5A', '4 2', 'ALS: up an octave each step, down at the edge'] };
 
 /** One step of a rule; s = {k: log2 of the scale, clean, left}, t = {bad, lossFinite, size: largest scaled gradient}. */
@@ -85,20 +85,21 @@ export function mount(root, data) {
     bar(slider('first scale', [0, 32], state.start, asPower, start => set({ start })).label,
       slider('clean steps until it grows', [10, 1000, 10], state.interval, asNumber, interval => set({ interval })).label),
     bar(slider('bad batches', [1, 60], state.row, asNumber, row => state.row = row).label,
-      slider('from step', [0, n - 1], state.at, asNumber, at => state.at = at).label,
+      slider('from step', [0, n - 1], state.at, asNumber, at => state.at = at).label),
+    bar(radios('each with', Object.entries(KINDS), state.kind, kind => state.kind = kind),
       button('add them', add), button('no bad batches', () => { storm.clear(); draw(); })),
-    radios('in these', Object.entries(KINDS), state.kind, kind => state.kind = kind),
     el.plot = plot(210), el.paint = plot(46, { class: 'storm', 'aria-label': 'paint bad batches with the pointer' }),
     el.says = says(), el.table = make('div'));
 
   function draw() {
-    flights = Object.fromEntries([...state.shown].map(p => [p, fly(p, data.amax, storm, state.start, state.interval)]));
+    flights = Object.fromEntries(Object.keys(POLICIES).filter(p => state.shown.has(p)).map(p => [p, fly(p, data.amax, storm, state.start, state.interval)]));
     drawPlot();
     const rows = Object.entries(flights).map(([name, f]) => [
       [make('span', { 'aria-hidden': true, style: `color:${POLICIES[name][0]}` }, '■ '), POLICIES[name][2]],
       power(Math.min(...f.scales)), f.stopped === null ? power(f.scales.at(-1)) : [`gave up at ${f.stopped}`], f.skipped, f.own]);
     el.table.replaceChildren(table(['policy', 'lowest', 'last', 'steps lost', 'by its own scale'], rows));
-    const ends = Object.entries(flights).map(([p, f]) => f.stopped === null ? `${p} at 2 to the ${f.scales.at(-1)}` : `${p} gave up at step ${f.stopped}`);
+    const name = p => POLICIES[p][2].split(':')[0];
+    const ends = Object.entries(flights).map(([p, f]) => f.stopped === null ? `${name(p)} at 2 to the ${f.scales.at(-1)}` : `${name(p)} gave up at step ${f.stopped}`);
     el.says.textContent = `${storm.size} bad batches in ${n} steps of ${data.name}. In the end: ${ends.join(', ')}.`;
     el.plot.setAttribute('aria-label', `Loss scales over ${n} steps. ${el.says.textContent}`);
   }

@@ -24,11 +24,21 @@ export function exponentOf(x) {
 /** The distance to the next number of the format, at x. */
 export const spacing = (x, f) => 2 ** (Math.max(x ? exponentOf(Math.abs(x)) : f.emin, f.emin) - f.fraction);
 
+/** The next number of the format above a finite one, or below it; the largest one has none. */
+export function next(v, f, up) {
+  const outward = v === 0 || (v > 0) === up, size = Math.abs(v), sign = v === 0 ? (up ? 1 : -1) : Math.sign(v);
+  if (outward) return sign * Math.min(size + spacing(v, f), f.max);
+  const inner = size === 2 ** exponentOf(size) && size > f.tiny ? spacing(v, f) / 2 : spacing(v, f);
+  return sign * (size - inner);
+}
+
 const toEven = x => { const r = Math.round(x); return r - x === .5 && r % 2 ? r - 1 : r; };
 
 /** What becomes of x: nearest (ties to even), or stochastic with a random number u from [0, 1). */
 export function cast(x, f, u = null, saturate = false) {
-  if (!Number.isFinite(x)) return x;
+  if (Number.isNaN(x) && f.special === 'none') return f.max;      // no code is left for it: hardware saturates
+  if (Math.abs(x) === Infinity) return saturate || f.special === 'none' ? Math.sign(x) * f.max : f.special === 'inf' ? x : NaN;
+  if (Number.isNaN(x)) return x;
   const step = spacing(x, f), size = Math.abs(x);
   const q = step * (u === null ? toEven(size / step) : Math.floor(size / step + u));
   if (q <= f.max) return x < 0 || Object.is(x, -0) ? -q : q;

@@ -51,7 +51,7 @@ export function mount(root, data) {
     });
     parts.push(line(0, base, width, base, 'var(--dim)'), ...ticks(...AXIS, width < 500 ? 16 : 8, x, { y: base + 17 }));
     el.hist.setAttribute('width', width);
-    el.hist.setAttribute('aria-label', `Histogram of ${sum(counts)} gradients over powers of two`);
+    el.hist.setAttribute('aria-label', `Histogram of ${sum(counts).toLocaleString('en')} gradients that are not zero, over powers of two`);
     el.hist.replaceChildren(...parts);
   }
 

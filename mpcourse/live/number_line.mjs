@@ -24,7 +24,7 @@ export function mount(root, data) {
   fill(root, '',
     bar(radios('format', names.map(n => [n, n.toUpperCase()]), state.fmt, fmt => again({ fmt })),
       radios('rounded', [['nearest', 'to nearest'], ['stochastic', 'stochastically']], state.mode, mode => again({ mode }))),
-    bar(slider('weight', [0, 4, .125], state.first, x => [shown(x)], first => again({ first })).label,
+    bar(slider('first weight', [0, 4, .125], state.first, x => [shown(x)], first => again({ first })).label,
       slider('update', [-16, -1], state.k, asPower, k => again({ k })).label),
     bar(button('one step', take(1)), button('a hundred steps', take(100)), button('back', () => again({}))),
     el.plot = plot(120), el.says = says());
@@ -48,7 +48,7 @@ export function mount(root, data) {
     const share = u / step, chance = percent(Math.min(share, 1), 1);
     const one = state.mode === 'stochastic' && share < 1 ? `One step moves the weight with a chance of ${chance}.`
       : to === w ? 'The update is swallowed: w + u is w.' : `The next step goes to ${shown(to)}.`;
-    el.says.textContent = `The numbers are ${shown(step)} apart here. ${one} ` + (state.taken ? `After ${state.taken} steps the weight ` +
+    el.says.textContent = `The numbers are ${shown(step)} apart here. ${one} ` + (state.taken ? `After ${state.taken} ${state.taken > 1 ? 'steps' : 'step'} the weight ` +
       `moved by ${shown(w - start())}; in FP32 it would have moved by ${shown(state.taken * u)}.` : '');
     el.plot.setAttribute('aria-label', `The numbers of ${state.fmt.toUpperCase()} around the weight. ${el.says.textContent}`);
   }

@@ -61,6 +61,7 @@ export function mount(root, data) {
   function choose(net) {
     Object.assign(state, { net, step: 0, layer: net.layers.length - 1 });
     el.step.input.max = net.steps.length - 1;
+    el.step.label.hidden = net.steps.length < 2;
     el.bars = net.layers.map(() => [make('svg', { 'aria-hidden': true, preserveAspectRatio: 'none', viewBox: '0 0 100 10' }), make('output')]);
     el.keys = FATES.map(fate => make('span', { class: 'key' }, fate));
     const box = radios(make('span', {}, 'gradients of the weights of', ...el.keys), net.layers.map((name, i) => [i, name]), state.layer,

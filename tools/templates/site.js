@@ -9,5 +9,13 @@ document.addEventListener('keydown', e => {
   e.preventDefault();
   e.target.click();
 });
-for (const s of ['.aa-DetachedSearchButton', '.aa-Autocomplete', '#quarto-search'])
-  document.querySelectorAll(s).forEach(e => e.setAttribute('aria-label', 'Search'));
+function nameSearch() {                                     // it is drawn late, and again
+  for (const s of ['.aa-DetachedSearchButton', '.aa-Autocomplete', '#quarto-search input'])
+    document.querySelectorAll(s).forEach(e => e.setAttribute('aria-label', 'Search'));
+  document.querySelector('#quarto-search')?.removeAttribute('aria-label');
+}
+nameSearch();
+const search = document.querySelector('#quarto-search');
+if (search) new MutationObserver(nameSearch).observe(search, { childList: true, subtree: true });
+// what scrolls can be scrolled by keys
+document.querySelectorAll('main pre, .cell-output-display').forEach(e => { if (e.scrollWidth > e.clientWidth) e.tabIndex = 0; });
