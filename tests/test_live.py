@@ -63,6 +63,24 @@ def test_casts_and_bits(name, tmp_path):
     agrees(tmp_path, cases)
 
 
+@pytest.mark.parametrize('name', FORMATS)
+def test_neighbours(name, tmp_path):
+    f, cases = get_format(name), []
+    for v in (f.decode(c) for c in codes(name)):
+        if not math.isfinite(v): continue
+        below, above = (max(-f.max, min(f.max, n)) for n in f.neighbours(v))
+        cases += [['formats', 'next', [v, {'$fmt': name}, True], above + 0.], ['formats', 'next', [v, {'$fmt': name}, False], below + 0.]]
+    agrees(tmp_path, [c for c in cases if c[3] != 0])                     # a zero may have either sign
+
+
+def test_what_is_not_finite(tmp_path):
+    cast = [(math.inf, 'fp16', math.inf), (-math.inf, 'bf16', -math.inf), (math.inf, 'e4m3', math.nan), (math.inf, 'e2m1', 6.),
+            (-math.inf, 'e2m1', -6.), (math.nan, 'e2m1', 6.), (math.nan, 'e5m2', math.nan)]
+    cases = [['formats', 'cast', [x, {'$fmt': f}], want] for x, f, want in cast]
+    cases += [['bits', 'stored', [70000., {'$fmt': 'fp16'}], dict(error=math.inf)], ['bits', 'stored', [7., {'$fmt': 'e2m1'}], dict(value=6.)]]
+    agrees(tmp_path, [c[:3] + [{k: plain(v) for k, v in c[3].items()} if isinstance(c[3], dict) else c[3]] for c in cases])
+
+
 def test_stochastic_rounding_goes_up_where_the_random_number_says(tmp_path):
     cases = []
     for name in FORMATS:
@@ -230,7 +248,7 @@ def page_of_all(tmp_path_factory):
 
 NAMELESS = '''() => [...document.querySelectorAll('.mpx input, .mpx select, .mpx button')].filter(e =>
     !(e.labels?.length && e.labels[0].textContent.trim()) && !e.getAttribute('aria-label') && !e.textContent.trim()).length'''
-SMALL = '''() => [...document.querySelectorAll('.mpx label, .mpx button, .mpx select')].filter(e => e.getBoundingClientRect().height < 24).length'''
+SMALL = '''() => [...document.querySelectorAll('.mpx label:not([hidden]), .mpx button, .mpx select')].filter(e => e.getBoundingClientRect().height < 24).length'''
 
 
 @pytest.mark.browser
