@@ -117,3 +117,9 @@ def course_pages():
         if os.environ.get('MPCOURSE_TEST'): pytest.fail('make test made no pages')
         pytest.skip('there is no _course/ yet: run make course')
     return out
+
+
+def barriers(page):
+    "What axe-core calls serious or critical on an open page"
+    axe = pytest.importorskip('axe_playwright_python.sync_playwright').Axe()
+    return [(v['id'], v['nodes'][0]['html'][:120]) for v in axe.run(page).response['violations'] if v['impact'] in ('serious', 'critical')]

@@ -3,7 +3,7 @@ import json, os, re, shutil, socket, subprocess, sys, time, urllib.request
 from pathlib import Path
 
 import pytest
-from conftest import NBS, ROOT
+from conftest import barriers, NBS, ROOT
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
@@ -82,6 +82,22 @@ def test_live_figures_are_drawn_offline(browser, course_pages, path):
             page.keyboard.press('ArrowRight' if control.get_attribute('type') == 'range' else 'Enter')
             assert box.inner_html() != before
         assert asked == [] and problems == []
+    finally: page.close()
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize('path', [p for p in NBS if p.stem in ('index', '01_formats', '09_master', '16_simulator', '18_monitor')], ids=lambda p: p.stem)
+def test_no_barrier_on_a_phone(browser, course_pages, path, scheme):
+    file = course_pages/f'{path.stem}.html'
+    if not file.exists(): pytest.skip('this chapter has not been run: make course')
+    page = browser.new_page()
+    try:
+        page.set_viewport_size({'width': 390, 'height': 800})
+        page.emulate_media(color_scheme=scheme)
+        page.goto(file.as_uri())
+        assert barriers(page) == []
+        page.keyboard.press('Tab')
+        assert page.evaluate('document.activeElement.className') == 'skip'
     finally: page.close()
 
 

@@ -1,9 +1,11 @@
 "The Quarto site: its definition, the notebooks that go into it, and a small site in a real Chromium"
-import configparser, importlib.util, os, re, shutil, subprocess, sys
+import configparser, http.server, importlib.util, os, re, shutil, subprocess, sys, threading
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from conftest import NBS, ROOT
+from conftest import barriers, NBS, ROOT
 
 nbformat = pytest.importorskip('nbformat')
 pytest.importorskip('nbclient')
@@ -233,6 +235,16 @@ def open_page(browser, path):
     return page, problems
 
 
+@contextmanager
+def served(folder):
+    "A server for a folder, on this machine alone"
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try: yield f'http://127.0.0.1:{server.server_port}'
+        finally: server.shutdown()
+
+
 class TestSmallSite:
     pytestmark = slow
 
@@ -246,6 +258,32 @@ class TestSmallSite:
             assert page.evaluate('[...document.images].filter(i => i.complete && !i.naturalWidth).length') == 0
             assert problems == []
         finally: page.close()
+
+    @pages_of_site
+    @pytest.mark.parametrize('scheme', ['light', 'dark'])
+    def test_no_barrier(self, browser, small_site, name, scheme):
+        "Served, since a browser loads no module from a file, and Quarto's search is one"
+        with served(small_site) as address:
+            page = browser.new_page()
+            try:
+                page.emulate_media(color_scheme=scheme)
+                page.goto(f'{address}/{name}.html')
+                page.wait_for_timeout(500)
+                assert barriers(page) == []
+            finally: page.close()
+
+    def test_solutions_open_by_enter(self, browser, small_site):
+        with served(small_site) as address:
+            page = browser.new_page()
+            try:
+                page.goto(f'{address}/formats.html')
+                head = page.locator('.callout-header[role=button]').first
+                head.focus()
+                assert head.get_attribute('aria-expanded') != 'true'
+                page.keyboard.press('Enter')
+                page.wait_for_timeout(600)
+                assert head.get_attribute('aria-expanded') == 'true'
+            finally: page.close()
 
     def test_live_figures_are_drawn(self, browser, small_site):
         page, problems = open_page(browser, small_site/'formats.html')

@@ -18,4 +18,5 @@ nameSearch();
 const search = document.querySelector('#quarto-search');
 if (search) new MutationObserver(nameSearch).observe(search, { childList: true, subtree: true });
 // what scrolls can be scrolled by keys
-document.querySelectorAll('main pre, .cell-output-display').forEach(e => { if (e.scrollWidth > e.clientWidth) e.tabIndex = 0; });
+for (const e of document.querySelectorAll('main *'))
+  if (e.scrollWidth > e.clientWidth && /auto|scroll/.test(getComputedStyle(e).overflowX)) e.tabIndex = 0;
