@@ -77,7 +77,7 @@ def test_live_figures_are_drawn_offline(browser, course_pages, path):
         boxes = page.locator('.mp-live')
         assert boxes.count() > 0 and boxes.count() == page.locator('.mp-live.mpx').count()
         for box in boxes.all():
-            before, control = box.inner_html(), box.locator('input[type=range], button').first
+            before, control = box.inner_html(), box.locator('input[type=range]:visible, button:visible').first
             control.focus()
             page.keyboard.press('ArrowRight' if control.get_attribute('type') == 'range' else 'Enter')
             assert box.inner_html() != before
