@@ -208,7 +208,7 @@ PATIENTS = dict(
     F=Patient(bright, mixed(step=OldStep) | {'own': hold}, 'buffers', 'keep buffers', NOTES['F']),
     G=Patient(summed, mixed() | {'own': hold}, 'sum', 'mean', NOTES['G']))
 ROWS = [f'{name}: {remedy}' for name in PATIENTS for remedy in ('nothing', *REMEDIES, 'own')]
-SEEDS = range(7)
+SEEDS = range(10)
 
 
 def run(row, seed):
