@@ -128,7 +128,7 @@ def glare(first, last, i, x, y, n=1):
 def storm(seed, repaired):
     def loss_func(pred, y): return cross_entropy(pred, y)/1024
     opt = partial(torch.optim.Adam, lr=6e-3, eps=1e-13)
-    return classify(deep_sigmoid(seed), opt, 128, 400, seed, loss_func, partial(glare, 20, 36, n=6))
+    return classify(deep_sigmoid(seed, depth=7), opt, 128, 400, seed, loss_func, partial(glare, 20, 36, n=6))
 
 
 # --- init: fourteen sigmoids as PyTorch makes them ---
