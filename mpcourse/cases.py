@@ -26,7 +26,7 @@ def train_patient(
     remedy:str='nothing', # or 'own', 'healthy' or one of `REMEDIES`
     seed:int=0, # of weights and batches
 ): # a record; its parts stand in the table below
-    "Train under a remedy; 'healthy' is FP32 without any fault of model, data or loss"
+    "Train under a remedy; 'healthy' is FP32 with a repaired model or loss, and the same batches"
     t = patient.make(seed, remedy in ('own', 'healthy'))
     r = SimpleNamespace(plain=deepcopy(t.model), before=scored(t), loss_func=t.loss_func, batches=list(t.batches()))
     with seeded(seed):
