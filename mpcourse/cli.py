@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['doctor_command', 'RequestError', 'names_in', 'storm_from', 'plot_file', 'draw', 'asked_policies', 'replay_command',
-           'training_from', 'Progress', 'compare_command', 'advise_command', 'positive', 'count', 'add_replay',
-           'add_compare', 'add_advise', 'checkers', 'check_command', 'add_check', 'exercises_command', 'add_exercises',
-           'make_parser', 'tell_once', 'main']
+           'training_from', 'Progress', 'write_page', 'compare_command', 'advise_command', 'positive', 'count',
+           'add_replay', 'add_compare', 'add_advise', 'checkers', 'check_command', 'add_check', 'exercises_command',
+           'add_exercises', 'make_parser', 'tell_once', 'main']
 
 # %% ../nbs/92_cli.ipynb #f3dd68d4
 import argparse, importlib, json, re, runpy, sys, time, warnings
@@ -137,12 +137,21 @@ class Progress:
             rest = f', about {left:.0f} s left   '*(left > 0)
             print(f'{self.what} {self.n} of {self.total}{rest}', end=end, file=sys.stderr)
 
+def write_page(
+    path: str, # where
+    page: str, # HTML
+):
+    "Write a page and say so; RequestError where that cannot be"
+    try: Path(path).write_text(page, encoding='utf-8')
+    except OSError as e: raise RequestError(f'{path}: {e.strerror}.') from e
+    print(f'\nThe page is {path}.')
+
 def compare_command(
-    args: argparse.Namespace, # training, schemes, seeds, steps, store
+    args: argparse.Namespace, # training, schemes, seeds, steps, store, html
 ) -> int: # 0
     "Train a toy, or your own net, under several schemes with the same seeds, and say who learns as FP32 does"
     import pandas as pd
-    from mpcourse.compare import SCHEMES, compare, summary
+    from mpcourse.compare import SCHEMES, compare, compare_html, summary
     try:
         make, names = training_from(args.training, args.steps), names_in(args.schemes)
         bar = Progress(args.seeds*len({'FP32', *(names or SCHEMES)}), 'training')
@@ -157,6 +166,7 @@ def compare_command(
           'score: the lower the better.')
     for name, why in {r['scheme']: r['refused'] for r in results if r['refused']}.items(): print(f'{name}: {why}')
     if args.store: print(f'\nThe runs are kept in {args.store}, and are not run again.')
+    if args.html: write_page(args.html, compare_html(results))
     return 0
 
 def advise_command(
@@ -230,6 +240,7 @@ def add_compare(
     c.add_argument('--seeds', type=positive, default=6, help='trainings of each (%(default)s)')
     c.add_argument('--steps', type=positive, help="of a toy's training, if not its own")
     c.add_argument('--store', help='file for the results so far: an interrupted comparison goes on from there')
+    c.add_argument('--html', help='a file for a page with table and picture')
     c.set_defaults(func=compare_command)
 
 def add_advise(

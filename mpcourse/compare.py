@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCHEMES', 'Training', 'toy_training', 'measured_scale', 'with_floor', 'by_layer', 'scaled_by', 'rounded_once',
            'stored_in', 'at_output', 'converted', 'known_scheme', 'scored', 'train_scheme', 'attempt', 'compare',
-           'lost_share', 'verdict', 'verdicts', 'summary', 'stored_shares', 'standings']
+           'lost_share', 'verdict', 'verdicts', 'summary', 'plot_shares', 'compare_html', 'stored_shares', 'standings']
 
 # %% ../nbs/29_compare.ipynb #276efcee
 import json, math
@@ -27,6 +27,7 @@ from .fourbits import FP4_RECIPES
 from .fp8 import Cast, Recipe, simulate_fp8
 from .half import cast
 from .layerwise import LayerwiseScaler
+from .plots import CYCLE, figure_html
 from .policies import get_policy
 from .scaler import StaticScaler
 from .step import MixedStep
@@ -37,7 +38,7 @@ from .toys import batches, evaluate, fit, get_toy, half_pass, plain_step, predic
 class Training:
     "A training before its first step"
     model: nn.Module # in FP32; a scheme may exchange it
-    opt: Callable # parameters -> optimizer
+    opt: Callable # parameters -> optimizer; it gets those of the model that is trained, which may be a copy
     loss_func: Callable # (FP32 predictions, targets) -> 0-dim loss
     batches: Callable # () -> (inputs, targets), one after the other, the same at each call
     score: Callable = None # model -> float, the lower the better; None: the mean of the last 20 training losses
@@ -245,6 +246,36 @@ def summary(
         medians = {k: median(r[k] for r in rows) if rows else None for k in ('score', 'skipped')}
         lines[scheme] = dict(verdict='' if scheme == 'FP32' else verdict(shares)) | medians
     return lines
+
+# %% ../nbs/29_compare.ipynb #29a1b001
+#| code-fold: true
+def plot_shares(
+    shares:dict, # scheme -> shares that are lost, one for each seed, as `verdicts` has them
+    ax=None, # of matplotlib
+):
+    "A dot for each seed, beside FP32 at zero; a cross is no number; in the shaded part more than half is lost"
+    import matplotlib.pyplot as plt
+    ax = ax or plt.subplots(figsize=(6, .6 + .25*len(shares)), layout='constrained')[1]
+    ax.axvspan(.5, 2, color='#b00020', alpha=.08)
+    ax.axvline(0, color='#999999', lw=1)
+    for y, lost in enumerate(shares.values()):
+        if None in lost: ax.text(0, y, 'refuses', ha='center', va='center', fontsize=6, color='#777777')
+        else:
+            at = [1.2 if math.isnan(v) else min(max(v, -.18), 1.2) for v in lost]
+            for x, v in zip(at, lost): ax.plot(x, y, 'x' if math.isnan(v) else 'o', ms=3, color=CYCLE[not v < .5], alpha=.6)
+    ax.set_xscale('symlog', linthresh=.02)
+    ax.set(xlim=(-.2, 1.6), xticks=[-.1, 0, .1, 1], xticklabels=['', '0', '.1', '1'], ylim=(len(shares) - .5, -.5))
+    ax.set_yticks(range(len(shares)), shares)
+    return ax
+
+def compare_html(
+    results:list, # from `compare`
+)->str: # a page that needs nothing else
+    "Table and picture of a comparison"
+    import pandas as pd
+    picture = figure_html(plot_shares(verdicts(results)), 'Share of what FP32 learnt that is lost, a dot for each seed')
+    head = '<!DOCTYPE html><meta charset="utf-8"><title>Beside FP32</title>'
+    return head + pd.DataFrame(summary(results)).T.to_html() + picture
 
 # %% ../nbs/29_compare.ipynb #f7a96ec3
 def stored_shares(
