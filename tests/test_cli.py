@@ -114,6 +114,14 @@ def nothing(seed): return 3
 """
 
 
+def test_compare_writes_a_page(tmp_path, capsys):
+    line = ['compare', 'relu_mlp', '--schemes', 'BF16', '--seeds', '1', '--steps', '3', '--html']
+    assert main([*line, str(tmp_path/'page.html')]) == 0
+    page = (tmp_path/'page.html').read_text(encoding='utf-8')
+    assert '<table' in page and 'BF16' in page and f'The page is {tmp_path/"page.html"}' in capsys.readouterr().out
+    assert main([*line, str(tmp_path/'no'/'page.html')]) == 2 and 'page.html: No such file' in capsys.readouterr().err
+
+
 def test_compare_trains_a_net_of_ones_own(capsys):
     Path('mine.py').write_text(SCRIPT)
     code, out, _ = out_of(capsys, 'compare', 'mine.py:make', '--schemes', 'BF16', '--seeds', '2')

@@ -4,7 +4,8 @@ import json, math
 import pytest, torch
 from torch import nn
 
-from mpcourse.compare import SCHEMES, Training, compare, lost_share, summary, toy_training, train_scheme, verdict, verdicts
+from mpcourse.compare import (SCHEMES, Training, compare, compare_html, lost_share, plot_shares, summary, toy_training,
+                              train_scheme, verdict, verdicts)
 from mpcourse.toys import plain_step, train_toy
 
 pytestmark = pytest.mark.library
@@ -152,3 +153,22 @@ def test_a_broken_line_of_a_store_is_named(tmp_path):
     compare(small, ['BF16'], 1, file)
     file.write_text(file.read_text()[:-9])
     with pytest.raises(ValueError, match='broken line'): compare(small, ['BF16'], 1, file)
+
+
+# --- pictures ---
+
+def test_a_dot_for_each_seed_and_a_cross_for_no_number():
+    ax = plot_shares(dict(fine=[.01, -.01], lost=[.7, math.nan, 9.], none=[None, .1], untried=()))
+    dots = [(l.get_xdata()[0], l.get_ydata()[0], l.get_marker(), l.get_color()) for l in ax.lines if l.get_marker() != 'None']
+    blue, red = dots[0][3], dots[2][3]
+    assert dots == [(.01, 0, 'o', blue), (-.01, 0, 'o', blue), (.7, 1, 'o', red), (1.2, 1, 'x', red), (1.2, 1, 'o', red)]
+    assert blue != red and [t.get_text() for t in ax.texts] == ['refuses'] and ax.texts[0].get_position() == (0, 2)
+    assert [t.get_text() for t in ax.get_yticklabels()] == ['fine', 'lost', 'none', 'untried']
+    assert ax.get_ylim()[0] > ax.get_ylim()[1]              # the first row is on top
+    assert len(ax.patches) == 1 and ax.patches[0].get_x() == .5
+
+
+def test_a_comparison_has_a_page():
+    rows = [dict(scheme=s, seed=i, before=2., score=1. + d, skipped=0, refused='') for s, d in (('FP32', 0.), ('<b>', .2)) for i in range(6)]
+    page = compare_html(rows)
+    assert '<table' in page and 'src="data:image/png' in page and '+20.0%' in page and '&lt;b&gt;' in page
