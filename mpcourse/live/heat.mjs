@@ -49,6 +49,9 @@ export function mount(root, data) {
       const e = first + i, h = n / most * (base - 16);
       if (n && e >= AXIS[0] && e < AXIS[1]) parts.push(rect(x(e) + .5, base - h, Math.max(unit - 1, 1), h, e < fmt.low ? 'var(--bad)' : fmt.color));
     });
+    for (const [from, text] of [[fmt.low, 'subnormal'], [fmt.tiny, `${fmt.name.toUpperCase()}’s normal numbers`]])
+      parts.push(words(x(from) + 3, 12, text));
+    parts.push(words(x(fmt.low) - 4, 12, 'becomes zero', 'end'));
     parts.push(line(0, base, width, base, 'var(--dim)'), ...ticks(...AXIS, width < 500 ? 16 : 8, x, { y: base + 17 }));
     el.hist.setAttribute('width', width);
     el.hist.setAttribute('aria-label', `Histogram of ${sum(counts).toLocaleString('en')} gradients that are not zero, over powers of two`);
