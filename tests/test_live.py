@@ -8,6 +8,7 @@ from mpcourse.als import ALSScaler
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.failures import _edges, window_data
 from mpcourse.formats import get_format
+from mpcourse.fourbits import hadamard, rotate16, SIGNS
 from mpcourse.plots import Live, live_source
 from mpcourse.policies import follow_rule, get_policy
 from mpcourse.rounding import quantize
@@ -94,7 +95,9 @@ def test_stochastic_rounding_goes_up_where_the_random_number_says(tmp_path):
 
 def test_typed_numbers(tmp_path):
     typed = {'0.1': .1, '2^-24': 2.**-24, '1 + 2^-11': 1 + 2.**-11, '-3e-4': -3e-4, 'Inf': math.inf, '−2': -2., '-2^3': -8.,
-             'abc': None, '': None, 'NaN': math.nan}
+             'abc': None, '': None, 'NaN': math.nan, '-0': -0., '−0': -0., '0': 0., '1 - 1': 0.}
+    shown = (-0., '−0'), (0., '0'), (-.5, '−0.5'), (-math.inf, '−∞'), (2.**-24, '5.96046448e−8')
+    agrees(tmp_path, [['formats', 'shown', [x], text] for x, text in shown])
     agrees(tmp_path, [['bits', 'parse', [text], float(v) if v is not None else None] for text, v in typed.items()])
 
 
@@ -186,6 +189,28 @@ def test_blocks(tmp_path):
             want = (quantize(tiles/scale, fmt, overflow='saturate')*scale).flatten().tolist()
             cases.append(['blocks', 'castBlocks', [x.tolist(), {'$fmt': fmt}, n], want])
     agrees(tmp_path, cases)
+
+
+def test_rotated_blocks(tmp_path):
+    "With numbers of few bits, so that the rotation is exact in whatever order it adds"
+    x = torch.randint(-2**12, 2**12, (64,), generator=torch.Generator().manual_seed(0)).double()/2**6
+    x[20] *= 2**5
+    turned = rotate16(x[None])[0]
+    cases = [['blocks', 'rotate', [x.tolist()], turned.tolist()], ['blocks', 'rotateBack', [turned.tolist()], x.tolist()]]
+    for n in (16, 32, 64):
+        rows = turned.view(-1, n)
+        scale = rows.abs().amax(1, keepdim=True)/6
+        few = quantize(rows/scale, 'e2m1').view(-1, 16) @ hadamard(16).double()*torch.tensor(SIGNS)
+        cases.append(['blocks', 'castBlocks', [x.tolist(), {'$fmt': 'e2m1'}, n, True], (few.view(-1, n)*scale).flatten().tolist()])
+    agrees(tmp_path, cases)
+
+
+def test_bytes_for_each_weight(tmp_path):
+    "Of Adam, as the tables of chapters 09 and 23 have them"
+    parts = dict(weights=2, masters=0, gradients=2, moments=8, activations=5)
+    each = dict(FP32=dict(weights=4, gradients=4, moments=8), masters=dict(weights=2, masters=4, gradients=6, moments=8),
+                Kahan=parts | dict(remainders=2), stochastic=parts)
+    agrees(tmp_path, [['bytes', 'bytes', [scheme, 'Adam', 1, 5], want] for scheme, want in each.items()])
 
 
 def test_a_chain_of_layers_has_the_sizes_that_the_figure_draws():
