@@ -65,7 +65,7 @@ export function mount(root, data) {
       parts.push(rect(at + unit * .15, y(level(x)), unit * .7, base - y(level(x)), gone ? 'var(--bad)' : f.color, { opacity: .4 }));
       if (!gone) parts.push(line(at, y(level(ys[i])), at + unit, y(level(ys[i])), 'var(--fg)', { 'stroke-width': 2 }));
     });
-    parts.push(words(left, base + 20, 'bars: the numbers; lines: what the cast makes of them; red: zero'));
+    parts.push(words(left, base + 20, `bars: the numbers; lines: ${width < 500 ? 'their casts' : 'what the cast makes of them'}; red: zero`));
     el.plot.setAttribute('width', width);
     el.plot.replaceChildren(...parts);
     const { lost, error } = harm(xs, ys, data.at);

@@ -32,7 +32,7 @@ export function mount(root, data) {
   // activations grow with the width, so about with the square root of the parameters
   const kept = scheme => state.batch * (data.kept[scheme] ?? data.kept.masters) * Math.sqrt(params() / data.params);
   const shown = data.schemes ?? ['FP32', 'autocast', 'HalfWeights', 'masters', 'BF16 weights'];
-  const two = data.compare ?? ['FP32', 'autocast'], parts = Object.keys(PARTS).filter(p => p !== 'remainders' || shown.includes('Kahan'));
+  const two = data.compare ?? ['FP32', 'autocast'], parts = Object.keys(PARTS).filter(p => !/remainders|copies/.test(p) || shown.some(s => SCHEMES[s][p]));
   const all = () => shown.map(s => [s, bytes(s, state.optimizer, params(), kept(s))]);
   fill(root, `.mpx .key::before{content:'';display:inline-block;width:.7em;height:.7em;margin:0 .3em;background:var(--c)}`,
     bar(slider('parameters', [4, 11, .05], state.params, v => [v < 9 ? `${+(10 ** (v - 6)).toPrecision(2)} million` : `${+(10 ** (v - 9)).toPrecision(2)} billion`], v => set({ params: v })).label,
