@@ -8,6 +8,7 @@ from mpcourse.als import ALSScaler
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.failures import _edges, window_data
 from mpcourse.formats import get_format
+from mpcourse.fourbits import hadamard, rotate16, SIGNS
 from mpcourse.plots import Live, live_source
 from mpcourse.policies import follow_rule, get_policy
 from mpcourse.rounding import quantize
@@ -94,7 +95,9 @@ def test_stochastic_rounding_goes_up_where_the_random_number_says(tmp_path):
 
 def test_typed_numbers(tmp_path):
     typed = {'0.1': .1, '2^-24': 2.**-24, '1 + 2^-11': 1 + 2.**-11, '-3e-4': -3e-4, 'Inf': math.inf, '−2': -2., '-2^3': -8.,
-             'abc': None, '': None, 'NaN': math.nan}
+             'abc': None, '': None, 'NaN': math.nan, '-0': -0., '−0': -0., '0': 0., '1 - 1': 0.}
+    shown = (-0., '−0'), (0., '0'), (-.5, '−0.5'), (-math.inf, '−∞'), (2.**-24, '5.96046448e−8')
+    agrees(tmp_path, [['formats', 'shown', [x], text] for x, text in shown])
     agrees(tmp_path, [['bits', 'parse', [text], float(v) if v is not None else None] for text, v in typed.items()])
 
 
@@ -188,6 +191,28 @@ def test_blocks(tmp_path):
     agrees(tmp_path, cases)
 
 
+def test_rotated_blocks(tmp_path):
+    "With numbers of few bits, so that the rotation is exact in whatever order it adds"
+    x = torch.randint(-2**12, 2**12, (64,), generator=torch.Generator().manual_seed(0)).double()/2**6
+    x[20] *= 2**5
+    turned = rotate16(x[None])[0]
+    cases = [['blocks', 'rotate', [x.tolist()], turned.tolist()], ['blocks', 'rotateBack', [turned.tolist()], x.tolist()]]
+    for n in (16, 32, 64):
+        rows = turned.view(-1, n)
+        scale = rows.abs().amax(1, keepdim=True)/6
+        few = quantize(rows/scale, 'e2m1').view(-1, 16) @ hadamard(16).double()*torch.tensor(SIGNS)
+        cases.append(['blocks', 'castBlocks', [x.tolist(), {'$fmt': 'e2m1'}, n, True], (few.view(-1, n)*scale).flatten().tolist()])
+    agrees(tmp_path, cases)
+
+
+def test_bytes_for_each_weight(tmp_path):
+    "Of Adam, as the tables of chapters 09 and 23 have them"
+    parts = dict(weights=2, masters=0, gradients=2, moments=8, activations=5)
+    each = dict(FP32=dict(weights=4, gradients=4, moments=8), masters=dict(weights=2, masters=4, gradients=6, moments=8),
+                Kahan=parts | dict(remainders=2), stochastic=parts)
+    agrees(tmp_path, [['bytes', 'bytes', [scheme, 'Adam', 1, 5], want] for scheme, want in each.items()])
+
+
 def test_a_chain_of_layers_has_the_sizes_that_the_figure_draws():
     "In torch: activations and gradients of linear layers, one factor for both or two"
     if not shutil.which('node'): pytest.skip('there is no node here')
@@ -222,10 +247,10 @@ def test_all_together_stay_small():
 # --- in a browser ---
 
 CSP = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; font-src data:"
-DATA = dict(bits=dict(number='0.1', left='fp16', right='bf16'), number_line=dict(fmt='fp16', w=1., k=-12, mode='nearest'),
+DATA = dict(bits=dict(number='0.1', left='fp32', right='bf16'), number_line=dict(fmt='fp16', w=1., k=-12, mode='nearest'),
             flight=dict(name='calm', amax=[2.**-20]*200, interval=20, bad=10, policies=['torch', 'als']),
             bytes=dict(model='a net', params=10**5, kept=dict(FP32=2e5, masters=1e5)),
-            blocks=dict(x=[.1*i for i in range(1, 65)], at=20), chain=dict(widths=[64], tokens=4096),
+            blocks=dict(x=[.1*i for i in range(1, 65)], at=20, fmt='e2m1', block=16, k=5, rotates=True), chain=dict(widths=[64], tokens=4096),
             heat=dict(name='a net', what='zero', fmt=dict(name='fp16', color='#D55E00', low=-24, tiny=-14, top=16), layers=['a', 'b'],
                       steps=[0, 1], share=[[0, 1], [.5, None]], loss=[1, 2], log2_scale=[0, 1], hists=[[[-8, 1, 2]]*2]*2))
 
@@ -291,4 +316,27 @@ def test_a_finger_pulls_the_histogram_and_paints_a_storm(browser, page_of_all):
             page.mouse.move(r['x'] + 160, r['y'] + 12, steps=5)
             page.mouse.up()
             assert box.locator('.says').inner_text() != before, name
+    finally: page.close()
+
+
+@pytest.mark.browser
+def test_a_figure_begins_where_its_data_says(browser, tmp_path):
+    import matplotlib.pyplot as plt
+    ways = dict(schemes=['FP32', 'masters', 'Kahan', 'stochastic'], compare=['masters', 'stochastic'])
+    data = dict(flight=DATA['flight'] | dict(bad=0, start=32), bytes=DATA['bytes'] | ways, blocks=DATA['blocks'], heat=DATA['heat'])
+    (tmp_path/'page.html').write_text('<meta charset="utf-8">' + ''.join(Live(n, d, plt.subplots()[0]).html for n, d in data.items()), encoding='utf-8')
+    page = browser.new_page()
+    try:
+        page.goto((tmp_path/'page.html').as_uri())
+        flight, sizes, blocks, heat = [page.locator(f'[data-live={name}]') for name in data]
+        assert flight.locator('.says').inner_text().startswith('0 bad batches') and flight.locator('input[type=range]').first.input_value() == '32'
+        flight.get_by_role('button', name='add them').click()
+        assert flight.locator('.says').inner_text().startswith('10 bad batches')
+        assert sizes.locator('tbody th').all_inner_texts() == ways['schemes'] and 'copies' not in sizes.locator('thead').inner_text()
+        assert sizes.locator('.says').inner_text().startswith('Beside masters, stochastic holds 800 kB less')
+        assert blocks.locator('input:checked').evaluate_all('all => all.map(e => e.value)') == ['e2m1', '16', 'no']
+        before = blocks.locator('.says').inner_text()
+        blocks.locator('input[value=yes]').check()
+        assert blocks.locator('.says').inner_text() != before
+        assert all(word in heat.inner_text() for word in ('becomes zero', 'subnormal', 'FP16’s normal numbers'))
     finally: page.close()

@@ -4,7 +4,7 @@ import { bar, button, fill, make, menu, says } from './base.mjs';
 import { FORMATS, bitsOf, cast, next, numberOf, shown } from './formats.mjs';
 
 const CSS = `.mpx .code{display:flex;flex-wrap:wrap;gap:.15rem .5rem;margin:.5rem 0}
-.mpx .code>span{display:flex;gap:2px}.mpx .code button{padding:0;width:1.5rem;font-variant-numeric:tabular-nums}
+.mpx .code>span{display:flex;flex-wrap:wrap;gap:2px}.mpx .code button{padding:0;width:1.5rem;font-variant-numeric:tabular-nums}
 .mpx .sign button{background:light-dark(#f6d9d6,#5a2a2a)}.mpx .exponent button{background:light-dark(#dbe9f7,#203d5c)}
 .mpx .fraction button{background:light-dark(#e2f1e2,#25482b)}.mpx .says{min-height:0}`;
 const PARTS = ['sign', 'exponent', 'fraction'];
@@ -18,7 +18,7 @@ export function parse(text) {
   for (const term of word.match(/[+-]?\s*[^+\-\s^e]+(?:e[+-]?\d+)?(?:\^[+-]?\d+)?/g) ?? []) {
     const [base, k] = term.replaceAll(' ', '').split('^'), x = k === undefined ? +base : Math.sign(+base) * Math.abs(+base) ** +k;
     if (Number.isNaN(x)) return null;
-    total = (total ?? 0) + x;
+    total = total === null ? x : total + x;                // 0 + −0 would be 0
   }
   return total;
 }

@@ -1,5 +1,6 @@
 // Where the bytes are: a model, an optimizer and a scheme, in bytes of state and of what autograd keeps.
-//   data = {model, params, kept: {scheme: bytes that autograd keeps for an example, measured}}
+//   data = {model, params, kept: {scheme: bytes that autograd keeps for an example, measured},
+//           schemes: the rows, compare: two of them}
 import { asNumber, bar, fill, plot, radios, rect, redraw, room, says, slider, sum, table, words } from './base.mjs';
 
 // bytes for each parameter: weights, FP32 masters, half copies between forward and backward, gradients, one moment
@@ -8,9 +9,11 @@ export const SCHEMES = {
   autocast: { weights: 4, masters: 0, copies: 2, gradients: 4, moment: 4 },
   HalfWeights: { weights: 4, masters: 0, copies: 2, gradients: 4, moment: 4 },
   masters: { weights: 2, masters: 4, copies: 0, gradients: 6, moment: 4 },
-  'BF16 weights': { weights: 2, masters: 0, copies: 0, gradients: 2, moment: 2 } };
+  'BF16 weights': { weights: 2, masters: 0, copies: 0, gradients: 2, moment: 2 },
+  Kahan: { weights: 2, masters: 0, remainders: 2, copies: 0, gradients: 2, moment: 4 },
+  stochastic: { weights: 2, masters: 0, copies: 0, gradients: 2, moment: 4 } };
 export const MOMENTS = { SGD: 0, momentum: 1, Adam: 2 };
-const PARTS = { weights: '#0072B2', masters: '#3b8fc4', copies: '#8C6D31', gradients: '#D55E00', moments: '#009E73', activations: '#808080' };
+const PARTS = { weights: '#0072B2', masters: '#3b8fc4', remainders: '#CC79A7', copies: '#8C6D31', gradients: '#D55E00', moments: '#009E73', activations: '#808080' };
 
 /** Bytes of each part for `params` parameters and `kept` bytes of activations. */
 export function bytes(scheme, optimizer, params, kept) {
@@ -28,39 +31,42 @@ export function mount(root, data) {
   const params = () => Math.round(10 ** state.params);
   // activations grow with the width, so about with the square root of the parameters
   const kept = scheme => state.batch * (data.kept[scheme] ?? data.kept.masters) * Math.sqrt(params() / data.params);
-  const all = () => Object.keys(SCHEMES).map(s => [s, bytes(s, state.optimizer, params(), kept(s))]);
+  const shown = data.schemes ?? ['FP32', 'autocast', 'HalfWeights', 'masters', 'BF16 weights'];
+  const two = data.compare ?? ['FP32', 'autocast'], parts = Object.keys(PARTS).filter(p => !/remainders|copies/.test(p) || shown.some(s => SCHEMES[s][p]));
+  const all = () => shown.map(s => [s, bytes(s, state.optimizer, params(), kept(s))]);
   fill(root, `.mpx .key::before{content:'';display:inline-block;width:.7em;height:.7em;margin:0 .3em;background:var(--c)}`,
     bar(slider('parameters', [4, 11, .05], state.params, v => [v < 9 ? `${+(10 ** (v - 6)).toPrecision(2)} million` : `${+(10 ** (v - 9)).toPrecision(2)} billion`], v => set({ params: v })).label,
       slider('examples in a batch', [1, 512], state.batch, asNumber, batch => set({ batch })).label),
     radios('optimizer', Object.keys(MOMENTS).map(o => [o, o]), state.optimizer, optimizer => set({ optimizer })),
-    el.plot = plot(170), el.says = says(), el.table = document.createElement('div'));
+    el.plot = plot(32 * shown.length + 10), el.says = says(), el.table = document.createElement('div'));
 
   function draw() {
     const rows = all(), most = Math.max(...rows.map(([, b]) => sum(Object.values(b)))), width = room(root), left = 90;
-    const parts = [];
+    const bars = [];
     rows.forEach(([scheme, b], i) => {
       let x = left;
-      parts.push(words(left - 6, i * 32 + 18, scheme, 'end'));
+      bars.push(words(left - 6, i * 32 + 18, scheme, 'end'));
       for (const [part, n] of Object.entries(b)) {
         const w = n / most * (width - left);
-        parts.push(rect(x, i * 32 + 4, w, 22, PARTS[part]));
+        bars.push(rect(x, i * 32 + 4, w, 22, PARTS[part]));
         x += w;
       }
     });
     el.plot.setAttribute('width', width);
-    el.plot.replaceChildren(...parts);
-    const head = Object.entries(PARTS).map(([part, c]) => {
+    el.plot.replaceChildren(...bars);
+    const head = parts.map(part => {
       const key = Object.assign(document.createElement('span'), { className: 'key', textContent: part });
-      key.style.setProperty('--c', c);
+      key.style.setProperty('--c', PARTS[part]);
       return key;
     });
     el.table.replaceChildren(table(['scheme', ...head, 'together'], rows.map(([s, b]) =>
-      [s, ...Object.keys(PARTS).map(p => readable(b[p])), readable(sum(Object.values(b)))])));
-    const state_ = b => sum(Object.values(b)) - b.activations, [fp32, auto] = [rows[0][1], rows[1][1]];
-    el.says.textContent = `Beside FP32, autocast holds ${readable(Math.abs(state_(auto) - state_(fp32)))} more in weights, gradients and ` +
-      `moments, and ${readable(fp32.activations - auto.activations)} less in activations. Together: ` +
-      `${Math.round(100 * sum(Object.values(auto)) / sum(Object.values(fp32)))} % of FP32.`;
-    el.plot.setAttribute('aria-label', `Bytes of five schemes as stacked bars. ${el.says.textContent}`);
+      [s, ...parts.map(p => readable(b[p])), readable(sum(Object.values(b)))])));
+    const held = b => sum(Object.values(b)), [a, b] = two.map(name => rows.find(([s]) => s === name)[1]);
+    const change = n => n ? `${readable(Math.abs(n))} ${n > 0 ? 'more' : 'less'}` : 'as much';
+    el.says.textContent = `Beside ${two[0]}, ${two[1]} holds ${change(held(b) - b.activations - held(a) + a.activations)} in weights, ` +
+      `gradients and moments, and ${change(b.activations - a.activations)} in activations. Together: ` +
+      `${Math.round(100 * held(b) / held(a))} % of ${two[0]}.`;
+    el.plot.setAttribute('aria-label', `Bytes of ${rows.length} schemes as stacked bars. ${el.says.textContent}`);
   }
   redraw(root, draw);
   draw();

@@ -1,5 +1,6 @@
 // The flight simulator: rules for the loss scale go through one recorded training and one storm.
-//   data = {name, amax: [largest gradient of each step, without a loss scale], interval, bad, policies: shown at first}
+//   data = {name, amax: [largest gradient of each step, without a loss scale], interval, bad: batches at first, start: 16,
+//           policies: shown at first}
 // A step of the storm is bad in one of three ways: 'loss' (not finite), 'gradients' (NaN although the loss is finite),
 // 'large' (gradients 2^20 times as large: a smaller scale avoids the overflow).
 import { asNumber, asPower, bar, button, clamp, drag, fill, line, make, plot, power, radios, rect, redraw, room, says, slider,
@@ -71,7 +72,7 @@ export function fly(name, amax, storm, start, interval) {
 
 export function mount(root, data) {
   const n = data.amax.length, storm = new Map(), el = {}, colors = { loss: 'var(--bad)', gradients: 'var(--over)', large: '#E69F00' };
-  const state = { start: 16, interval: data.interval, row: data.bad, at: Math.floor(n / 4), kind: 'loss', shown: new Set(data.policies) };
+  const state = { start: data.start ?? 16, interval: data.interval, row: data.bad || 10, at: Math.floor(n / 4), kind: 'loss', shown: new Set(data.policies) };
   let flights = {};
   const set = change => { Object.assign(state, change); draw(); };
   const add = () => { for (let t = state.at; t < Math.min(n, state.at + state.row); t++) storm.set(t, state.kind); draw(); };
@@ -133,6 +134,6 @@ export function mount(root, data) {
     draw();
   });
   redraw(root, draw);
-  add();
+  data.bad ? add() : draw();
   return { state, storm, draw, flights: () => flights };
 }

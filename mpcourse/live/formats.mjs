@@ -67,5 +67,5 @@ export function numberOf([sign, exponent, fraction], f) {
 }
 
 /** A number as people read it: all digits of a short one, else some. */
-export const shown = x => Number.isNaN(x) ? 'NaN' : !Number.isFinite(x) ? (x < 0 ? '−∞' : '∞')
+export const shown = x => Number.isNaN(x) ? 'NaN' : !Number.isFinite(x) ? (x < 0 ? '−∞' : '∞') : Object.is(x, -0) ? '−0'
   : String(x).length <= 14 ? String(x).replace('-', '−') : x.toPrecision(9).replaceAll('-', '−');

@@ -41,14 +41,16 @@ export function mount(root, data) {
   }
 
   function drawHist(width) {
-    const [first, ...counts] = data.hists[state.layer][state.step], most = Math.max(...counts, 1), base = 125, fmt = data.fmt;
+    const [first, ...counts] = data.hists[state.layer][state.step], most = Math.max(...counts, 1), top = 17, base = 125, fmt = data.fmt;
     const x = e => (clamp(e, ...AXIS) - AXIS[0]) * width / (AXIS[1] - AXIS[0]), unit = width / (AXIS[1] - AXIS[0]);
-    const parts = [rect(x(fmt.low), 8, x(fmt.tiny) - x(fmt.low), base - 8, fmt.color, { opacity: .26 }),
-      rect(x(fmt.tiny), 8, x(fmt.top) - x(fmt.tiny), base - 8, fmt.color, { opacity: .1 })];
+    const parts = [rect(x(fmt.low), top, x(fmt.tiny) - x(fmt.low), base - top, fmt.color, { opacity: .26 }),
+      rect(x(fmt.tiny), top, x(fmt.top) - x(fmt.tiny), base - top, fmt.color, { opacity: .1 })];
     counts.forEach((n, i) => {
-      const e = first + i, h = n / most * (base - 16);
+      const e = first + i, h = n / most * (base - top - 6);
       if (n && e >= AXIS[0] && e < AXIS[1]) parts.push(rect(x(e) + .5, base - h, Math.max(unit - 1, 1), h, e < fmt.low ? 'var(--bad)' : fmt.color));
     });
+    parts.push(words(x(fmt.low) - 4, 12, 'becomes zero', 'end'), words(x(fmt.tiny) + 3, 12, `${fmt.name.toUpperCase()}’s normal numbers`));
+    if (width >= 500) parts.push(words(x(fmt.low) + 3, 12, 'subnormal'));
     parts.push(line(0, base, width, base, 'var(--dim)'), ...ticks(...AXIS, width < 500 ? 16 : 8, x, { y: base + 17 }));
     el.hist.setAttribute('width', width);
     el.hist.setAttribute('aria-label', `Histogram of ${sum(counts).toLocaleString('en')} gradients that are not zero, over powers of two`);
