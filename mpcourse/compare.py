@@ -261,8 +261,9 @@ def plot_shares(
     for y, lost in enumerate(shares.values()):
         if None in lost: ax.text(0, y, 'refuses', ha='center', va='center', fontsize=6, color='#777777')
         else:
-            at = [1.2 if math.isnan(v) else min(max(v, -.18), 1.2) for v in lost]
-            for x, v in zip(at, lost): ax.plot(x, y, 'x' if math.isnan(v) else 'o', ms=3, color=CYCLE[not v < .5], alpha=.6)
+            for v in lost:
+                x, mark = (1.2, 'x') if math.isnan(v) else (min(max(v, -.18), 1.2), 'o')
+                ax.plot(x, y, mark, ms=3, color=CYCLE[not v < .5], alpha=.6)
     ax.set_xscale('symlog', linthresh=.02)
     ax.set(xlim=(-.2, 1.6), xticks=[-.1, 0, .1, 1], xticklabels=['', '0', '.1', '1'], ylim=(len(shares) - .5, -.5))
     ax.set_yticks(range(len(shares)), shares)

@@ -3,11 +3,9 @@
 A row is a net, its form (`ordinary` or `unit-scaled`) and a scheme of `mpcourse.compare`. Each form is compared with
 its own FP32. *text*: the pre-norm character model of `studies/unit_sweep.py`; *sigmoids* and *CNN*: the nets of
 `studies/every_scheme.py`, converted by `unit_scale`. Each form has the learning rate that is best in FP32 on three
-other seeds, or a smaller one that is as good (`best_rate` finds it), and keeps it. A unit-scaled net is trained with `unit_cross_entropy`; all are
-judged by the cross-entropy on new data.
+other seeds, or a smaller one that is as good (`best_rate` finds it), and keeps it. A unit-scaled net is trained with
+`unit_cross_entropy`; all are judged by the cross-entropy on new data.
 """
-from functools import partial
-
 import torch
 
 from mpcourse.compare import Training, train_scheme
