@@ -21,6 +21,7 @@ from .monitor import TensorCollector, validate_choice
 from .toys import fit, plain_step, seeded
 
 # %% ../nbs/31_cases.ipynb #c31a0009
+#| code-fold: true
 def train_patient(
     patient, # `make`: (seed, repaired) -> Training; `steps`: remedy -> (Training -> step for `fit`)
     remedy:str='nothing', # or 'own', 'healthy' or one of `REMEDIES`
