@@ -79,8 +79,8 @@ def test_live_figures_are_drawn_offline(browser, course_pages, path):
         for box in boxes.all():
             before, control = box.inner_html(), box.locator('input[type=range]:visible, button:visible').first
             control.focus()
-            page.keyboard.press('ArrowRight' if control.get_attribute('type') == 'range' else 'Enter')
-            assert box.inner_html() != before
+            keys = ('ArrowRight', 'ArrowLeft') if control.get_attribute('type') == 'range' else ('Enter',)
+            assert any(page.keyboard.press(key) or box.inner_html() != before for key in keys)
         assert asked == [] and problems == []
     finally: page.close()
 
