@@ -26,7 +26,7 @@ def train_patient(
     patient, # `make`: (seed, repaired) -> Training; `steps`: remedy -> (Training -> step for `fit`)
     remedy:str='nothing', # or 'own', 'healthy' or one of `REMEDIES`
     seed:int=0, # of weights and batches
-): # a record; its parts stand in the table below
+): # a record; its parts stand in the next table
     "Train under a remedy; 'healthy' is FP32 with a repaired model or loss, and the same batches"
     t = patient.make(seed, remedy in ('own', 'healthy'))
     r = SimpleNamespace(plain=deepcopy(t.model), before=scored(t), loss_func=t.loss_func, batches=list(t.batches()))
@@ -43,6 +43,7 @@ def train_patient(
     r.log, r.frame, r.score = pd.DataFrame(r.log), collector.frame(), scored(t)
     return r
 
+# %% ../nbs/31_cases.ipynb #c31a0051
 def lost_by(
     r, healthy, # records of one seed
 )->float: # 0: as FP32 without the fault; 1: nothing learnt; NaN: no number
