@@ -21,7 +21,7 @@ def valid_number(
 ):
     "ValueError with the value, and what would do, unless x is a finite number for which ok(x)"
     try: good = not isinstance(x, (bool, str)) and isfinite(x) and ok(x)
-    except TypeError: good = False
+    except (TypeError, OverflowError): good = False
     if not good: raise ValueError(f'{name}={x!r} cannot work: {must}.')
 
 def valid_steps(
@@ -37,7 +37,7 @@ def valid_steps(
 class DynamicScaler(LossScaler):
     "Back off at an overflow, grow after enough clean steps in a row; torch's numbers by default"
     def __init__(self,
-        init_scale:float=2.**16, # the first scale
+        init_scale:float=None, # the first scale; None: 2^16, or min_scale if that is higher
         growth_factor:float=2., # above 1
         backoff_factor:float=.5, # between 0 and 1
         growth_interval:int=2000, # clean steps before the scale grows
@@ -54,13 +54,15 @@ class DynamicScaler(LossScaler):
         valid_steps('hysteresis', hysteresis, 2)
         if refill not in ('growth', 'clean'):
             raise ValueError(f"refill={refill!r} is unknown: take 'growth' or 'clean'.")
+        if init_scale is None: init_scale = max(2.**16, config.get('min_scale', 1.))
         super().__init__(init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
                          growth_interval=growth_interval, hysteresis=hysteresis, refill=refill,
                          consecutive=consecutive, **config)
-        self.register_buffer('growth_tracker', torch.tensor(0))
-        self.register_buffer('hysteresis_tracker', torch.tensor(hysteresis))
+        self.register_buffer('growth_tracker', torch.tensor(0, dtype=torch.int32))
+        self.register_buffer('hysteresis_tracker', torch.tensor(hysteresis, dtype=torch.int32))
 
     def next_scale(self, stats):
+        if self.hysteresis == 1 and self.consecutive: return self.torchs_rule(stats)
         bad = stats['found_inf'] != 0                        # NaN, too
         left = self.hysteresis_tracker - bad.int()
         back = bad & (left <= 0)
@@ -73,6 +75,12 @@ class DynamicScaler(LossScaler):
         scale = self.scale if self.scale.is_mps else self.scale.double()    # torch rounds once, too
         grown = torch.where(grow, scale*self.growth_factor, scale)
         return torch.where(back, scale*self.backoff_factor, grown)
+
+    def torchs_rule(self, stats):
+        "The same without patience: one kernel of torch's"
+        torch._amp_update_scale_(self.scale, self.growth_tracker, stats['found_inf'].float(), self.growth_factor,
+                                 self.backoff_factor, self.growth_interval)
+        return self.scale
 
 # %% ../nbs/14_dynamic.ipynb #abfc08b1
 def from_torch(

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['SIDE', 'ALPHABET', 'TEXT_SHA', 'TOYS', 'Data', 'digits', 'seed', 'batches', 'seeded', 'mlp', 'relu_mlp',
-           'deep_sigmoid', 'predict', 'plain_step', 'cross_entropy', 'fit', 'accuracy', 'evaluate', 'half_pass',
-           'drawings', 'TwoHeads', 'two_heads', 'heads_loss', 'heads_score', 'encode_text', 'windows', 'char_text',
-           'Attention', 'Block', 'CharTransformer', 'char_transformer', 'warmup_cosine', 'Toy', 'get_toy', 'Run',
-           'train_toy']
+           'deep_sigmoid', 'call_args', 'predict', 'plain_step', 'cross_entropy', 'fit', 'accuracy', 'evaluate',
+           'half_pass', 'drawings', 'TwoHeads', 'two_heads', 'heads_loss', 'heads_score', 'encode_text', 'windows',
+           'char_text', 'Attention', 'Block', 'CharTransformer', 'char_transformer', 'warmup_cosine', 'Toy', 'get_toy',
+           'Run', 'train_toy']
 
 # %% ../nbs/03_toys.ipynb #ce7ebb86
 import hashlib, importlib, math, os, platform, time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -126,12 +126,21 @@ def deep_sigmoid(
     return mlp([64] + [width]*(depth-1) + [10], nn.Sigmoid, seed, device)
 
 # %% ../nbs/03_toys.ipynb #5d3a4566
+def call_args(
+    xb, # a batch's inputs, as a DataLoader gives them
+) -> tuple: # (args, kwargs) for the model
+    "A list or tuple is taken apart, a mapping gives keywords; a tensor, a named tuple or a PackedSequence stays whole"
+    if isinstance(xb, Mapping): return (), dict(xb)
+    if isinstance(xb, (list, tuple)) and not hasattr(xb, '_fields'): return tuple(xb), {}
+    return (xb,), {}
+
 def predict(
-    model: nn.Module, # any of the models here
-    xb,               # one input, or a tuple of them
+    model: nn.Module, # any model
+    xb,               # its inputs, as for `call_args`
 ) -> torch.Tensor: # what the model returns
     "Call a model with a batch's inputs"
-    return model(*xb) if isinstance(xb, tuple) else model(xb)
+    args, kwargs = call_args(xb)
+    return model(*args, **kwargs)
 
 def plain_step(
     model: nn.Module, # in training mode

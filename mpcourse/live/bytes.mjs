@@ -7,7 +7,7 @@ import { asNumber, bar, fill, plot, radios, rect, redraw, room, says, slider, su
 export const SCHEMES = {
   FP32: { weights: 4, masters: 0, copies: 0, gradients: 4, moment: 4 },
   autocast: { weights: 4, masters: 0, copies: 2, gradients: 4, moment: 4 },
-  HalfWeights: { weights: 4, masters: 0, copies: 2, gradients: 4, moment: 4 },
+  functional_call: { weights: 4, masters: 0, copies: 2, gradients: 4, moment: 4 },
   masters: { weights: 2, masters: 4, copies: 0, gradients: 6, moment: 4 },
   'BF16 weights': { weights: 2, masters: 0, copies: 0, gradients: 2, moment: 2 },
   Kahan: { weights: 2, masters: 0, remainders: 2, copies: 0, gradients: 2, moment: 4 },
@@ -31,7 +31,7 @@ export function mount(root, data) {
   const params = () => Math.round(10 ** state.params);
   // activations grow with the width, so about with the square root of the parameters
   const kept = scheme => state.batch * (data.kept[scheme] ?? data.kept.masters) * Math.sqrt(params() / data.params);
-  const shown = data.schemes ?? ['FP32', 'autocast', 'HalfWeights', 'masters', 'BF16 weights'];
+  const shown = data.schemes ?? ['FP32', 'autocast', 'functional_call', 'masters', 'BF16 weights'];
   const two = data.compare ?? ['FP32', 'autocast'], parts = Object.keys(PARTS).filter(p => !/remainders|copies/.test(p) || shown.some(s => SCHEMES[s][p]));
   const all = () => shown.map(s => [s, bytes(s, state.optimizer, params(), kept(s))]);
   fill(root, `.mpx .key::before{content:'';display:inline-block;width:.7em;height:.7em;margin:0 .3em;background:var(--c)}`,
