@@ -262,6 +262,7 @@ def model_bytes(
 def saved_bytes(
     model:nn.Module, # any model
     *args, # its inputs
+    call=None, # what to call in place of the model
 )->int: # bytes, without parameters and buffers
     "Memory of what autograd keeps of a forward pass for the backward pass"
     held, own = {}, {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -269,5 +270,5 @@ def saved_bytes(
         ptr, seen = t.untyped_storage().data_ptr(), min(t.numel()*t.element_size(), t.untyped_storage().nbytes())
         held[ptr] = max(held.get(ptr, 0), seen)              # of a slice of all data only the slice counts
         return t
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t): model(*args)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t): (call or model)(*args)
     return sum(n for ptr, n in held.items() if ptr not in own)
