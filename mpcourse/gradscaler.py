@@ -6,9 +6,8 @@
 __all__ = ['GradScaler']
 
 # %% ../nbs/17_gradscaler.ipynb #054b7808
-import warnings
 from collections import defaultdict
-from functools import partial
+from collections.abc import Iterable
 from weakref import finalize
 
 import torch
@@ -17,8 +16,8 @@ from torch import nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from .dynamic import DynamicScaler, from_torch
-from .scaler import LossScaler, valid_scale
-from .step import deciding_ranks, GradStats, KeptBuffers, named_gradients, skips_itself
+from .scaler import LossScaler, valid_scale, warn_user
+from .step import deciding_ranks, GradStats, named_gradients, skips_itself
 
 # %% ../nbs/17_gradscaler.ipynb #17c4ed01
 def _of_policy(name, default):
@@ -33,12 +32,10 @@ def _of_policy(name, default):
 
 def _once_ready(name):
     "A tensor of the policy's; None before the first loss has shown on which device it belongs"
-    def read(self): return getattr(self.policy, name, torch.tensor(0)) if self._ready else None
+    def read(self):
+        if not self._ready: return None
+        return self.policy._buffers[name] if name in self.policy._buffers else torch.tensor(0)
     return property(read, lambda self, value: None)
-
-def _keep(buffers, model, args):
-    "Runs before each forward pass of a training"
-    if torch.is_grad_enabled(): buffers.keep()
 
 # %% ../nbs/17_gradscaler.ipynb #c8dd789f
 class GradScaler(torch.amp.GradScaler):
@@ -61,7 +58,7 @@ class GradScaler(torch.amp.GradScaler):
                      backoff_factor=backoff_factor, growth_interval=growth_interval)
         given = {n: v for n, v in given.items() if v is not None}
         if policy is not None and given:
-            raise ValueError(f'{", ".join(given)} beside a policy would be lost: tell the policy.')
+            raise ValueError(f'{", ".join(given)} beside a policy would be lost: pass it to the policy.')
         policy = DynamicScaler(**given) if policy is None else policy
         if not isinstance(policy, LossScaler):
             raise ValueError(f'{policy!r} is no loss scaler: make one, as DynamicScaler().')
@@ -73,10 +70,10 @@ class GradScaler(torch.amp.GradScaler):
         self.policy, self.model, self.group, self._ready = policy, model, group, False
         super().__init__(kind, enabled=enabled)
         self._device = None if device is None else self._device
-        self._init_scale, self.last_outcome, self._told = policy.scale.item(), None, False
-        self.stats, self.buffers = GradStats(policy, model, group), KeptBuffers(model if enabled else None)
-        hook = partial(_keep, self.buffers)
-        if self.buffers.model: finalize(self, model.register_forward_pre_hook(hook).remove)
+        self._init_scale, self.last_outcome = policy.scale.item(), None
+        self._told, self._lost = False, 0                    # of buffers that nobody kept
+        self.stats = GradStats(policy, model, group)
+        if enabled: finalize(self, self.stats.buffers.watch().remove)
 
     _growth_factor = _of_policy('growth_factor', 1.)
     _backoff_factor = _of_policy('backoff_factor', 1.)
@@ -97,7 +94,8 @@ def scale(self:GradScaler,
     "As torch's; notes whether the loss itself is finite"
     if not self._enabled: return outputs
     if self.stats is None: self.stats = GradStats(self.policy, self.model, self.group)
-    if not isinstance(outputs, (torch.Tensor, list, tuple)): outputs = list(outputs)
+    once = isinstance(outputs, Iterable) and not isinstance(outputs, (torch.Tensor, list, tuple))
+    if once: outputs = list(outputs)                         # a generator is read twice
     scaled = torch.amp.GradScaler.scale(self, outputs)
     self.stats.see_loss(outputs)
     return scaled
@@ -108,19 +106,20 @@ def _numbers(g): return g.coalesce()._values() if g.is_sparse else g
 @patch
 def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16):
     "Where all of torch's looks end: count what the policy wants, look, unscale; one sum over ranks"
-    grads = [g for _, g, _ in named_gradients(optimizer)]
-    if not grads and deciding_ranks(self.model, self.group) is None: return {}
-    self.stats.count([_numbers(g) for g in grads])
-    torchs, once = torch.amp.GradScaler._unscale_grads_, torch.ones_like(inv_scale)
+    stats, torchs = self.stats, torch.amp.GradScaler._unscale_grads_
+    if stats.counted: stats.count([_numbers(g) for _, g, _ in named_gradients(optimizer)])
     flags = [*torchs(self, optimizer, inv_scale, found_inf, allow_fp16).values()]
+    if not flags and deciding_ranks(self.group) is None: return {}
     if self.policy.min_scale < 1:                            # a finite gradient may have overflowed
+        once = torch.ones_like(inv_scale)
         flags += torchs(self, optimizer, once, torch.zeros_like(found_inf), allow_fp16).values()
-    none = torch.zeros_like(found_inf)
-    self.stats.add(dict(found_inf=sum((f.to(none.device) for f in flags), none)))
-    seen = self._per_optimizer_states[id(optimizer)]['seen'] = self.stats.gather()
-    self.stats.reset()
-    found = seen['found_inf'] + (seen['loss_nonfinite'] if self.policy.hold else 0)
-    self.buffers.put_back(found)
+    found = flags[0] if flags else torch.zeros_like(found_inf)
+    for flag in flags[1:]: found = found + flag.to(found.device)
+    stats.add(dict(found_inf=found))
+    seen = self._per_optimizer_states[id(optimizer)]['seen'] = stats.gather()
+    stats.reset()
+    found = seen['found_inf']
+    if self.policy.hold: found = found + seen['loss_nonfinite']
     return {found.device: found.clamp(max=1)}
 
 # %% ../nbs/17_gradscaler.ipynb #52c6c385
@@ -129,7 +128,7 @@ def _maybe_opt_step(self:GradScaler, optimizer, state, *args, **kwargs):
     "Torch's own, which remembers what it has read, and whose gradients were not finite"
     state['taken'] = not sum(flag.item() for flag in state['found_inf_per_device'].values())
     if state['taken']: return optimizer.step(*args, **kwargs)
-    named = named_gradients(optimizer, self.model)
+    named = self.stats.gradients(optimizer)
     state['bad'] = [n for n, g, _ in named if not _numbers(g).isfinite().all()]
 
 @patch
@@ -158,29 +157,43 @@ def update(self:GradScaler,
     if not self._enabled: return
     if isinstance(new_scale, float): valid_scale(new_scale, self.policy.min_scale, self.policy.max_scale)
     states = [s for s in self._per_optimizer_states.values() if 'seen' in s]
-    if new_scale is not None or not states:                  # torch's, or torch's refusal
+    if new_scale is None and states: self._decide(states)
+    else:                                                    # torch's, or torch's refusal
         torch.amp.GradScaler.update(self, new_scale)
-    else: self._decide(states)
+        self.stats.reset()
+        self.stats.buffers.forget()
     self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-    self.stats.reset()
-    self.buffers.forget()
 
 @patch
 def _decide(self:GradScaler, states):
     "What all optimizers' gradients have shown, added up, goes to the policy"
-    self.stats.reset()
-    for s in states: self.stats.add(s['seen'])
-    self.last_outcome = out = self.stats.decide(self.stats.stats)
-    taken = [s['taken'] for s in states if 'taken' in s]
-    if len(taken) == len(states): out._stepped = all(taken)
+    stats, seen, taken = self.stats, states[0]['seen'], [s.get('taken') for s in states]
+    if len(states) > 1:
+        stats.reset()
+        for s in states: stats.add(s['seen'])
+        seen = stats.stats
+    kept = len(stats.buffers.before)
+    stepped = None if None in taken else all(taken)
+    self.last_outcome = out = stats.decide(seen, stepped)
     out.nonfinite = tuple(n for s in states for n in s.get('bad', ()))
     out.warn()
-    told = self._told or self.buffers.before is not None     # None: no forward pass was seen
-    if told or out._stepped is not False or not out.held.item(): return
+    if not (kept or stepped or self._told): self._warn_of_buffers(out)
+
+@patch
+def _warn_of_buffers(self:GradScaler, out):
+    "Say once that a skipped step may have left something in buffers, because nothing was kept"
+    given = self.model is not None
+    if given and next(self.model.buffers(), None) is None: return
+    lost = out.found_inf if given else out.held
+    if out._stepped is None:                                 # fused: the host looks at every fiftieth step
+        self._lost = self._lost + lost
+        if out.number % 50 != 49: return
+        lost = self._lost
+    if not lost.item(): return
     self._told = True
-    warnings.warn('A step with a loss that is not finite was skipped, but what it wrote into buffers, '
-                  "as BatchNorm's, stays: GradScaler(model=model) puts it back. Of a compiled model "
-                  'give the compiled one.', stacklevel=3)
+    warn_user('A step was skipped, but what its forward pass wrote into buffers, as BatchNorm\'s statistics, stays: ' + (
+        f'no forward pass of the {type(self.model).__name__} given to GradScaler was seen. Give the module that you call.'
+        if given else 'GradScaler(model=model) puts it back. Of a compiled model give the compiled one.'))
 
 # %% ../nbs/17_gradscaler.ipynb #8044a842
 @patch
@@ -211,5 +224,4 @@ def __getstate__(self:GradScaler):
     "As torch's; model, ranks and what was seen stay behind"
     state = torch.amp.GradScaler.__getstate__(self)
     for n in ('_scale', '_growth_tracker'): state.pop(n, None)
-    return state | dict(_ready=False, stats=None, model=None, buffers=KeptBuffers(), group=None,
-                        last_outcome=None)
+    return state | dict(_ready=False, stats=None, model=None, group=None, last_outcome=None)

@@ -4,17 +4,18 @@
 
 # %% auto #0
 __all__ = ['PROBABILITIES', 'BETWEEN', 'named_gradients', 'unscale_', 'grad_statistic', 'KeptBuffers', 'StepOutcome',
-           'deciding_ranks', 'GradStats', 'skips_itself', 'guarded_step', 'take_step', 'valid_scheme',
+           'refuse_join', 'deciding_ranks', 'GradStats', 'skips_itself', 'guarded_step', 'take_step', 'valid_scheme',
            'refuse_untrainable', 'refuse_optimizer', 'hooked_weights', 'refuse_moved', 'refuse_log_of_half',
            'MixedStep']
 
 # %% ../nbs/11_step.ipynb #537570a5
-import re
+import gc, re
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch, torch.distributed as dist
 from torch import nn, Tensor
+from torch.distributed.algorithms.join import Joinable
 from torch.utils._pytree import tree_leaves
 
 from .half import cast as cast_floats
@@ -184,14 +185,19 @@ class StepOutcome:
             warn_user(f'The loss scale has fallen to its floor of {self.floor:g}: look at the model and its data.')
 
 # %% ../nbs/11_step.ipynb #11c4ed02
-def deciding_ranks(
-    model:nn.Module, # that is trained, or None
-    group=None, # process group that decides together; None: all ranks, if there are any
-): # the process group; None: this process alone
-    "Who decides together; ValueError within torch's `Join`"
-    if getattr(getattr(model, '_join_config', None), 'enable', False): raise ValueError(
+def refuse_join(
+    model:nn.Module=None, # that is trained; None: look at everything that there is
+):
+    "ValueError within torch's `Join`"
+    joined = [model] if model is not None else [o for o in gc.get_objects() if issubclass(type(o), Joinable)]
+    if any(getattr(getattr(m, '_join_config', None), 'enable', False) for m in joined): raise ValueError(
         'Within Join a rank that has no batch left decides nothing, and the others would wait for it: '
         'give each rank the same number of batches, as DistributedSampler(drop_last=True) does.')
+
+def deciding_ranks(
+    group=None, # process group that decides together; None: all ranks, if there are any
+): # the process group; None: this process alone
+    "Who decides together"
     together = group is None and dist.is_available() and dist.is_initialized()
     return dist.group.WORLD if together else group
 
@@ -233,12 +239,16 @@ class GradStats:
             self.add(dict(loss_nonfinite=bad.any() if bad.dim() else bad))
             if ('amax', 'loss') in self.scaler.wants: self.add({('amax', 'loss'): l.abs().max()})
 
+    @property
+    def counted(self)->list:
+        "What the policy wants of gradients"
+        return [w for w in self.scaler.wants if w in ('numel', 'amax') or w[0] == 'above']
+
     def count(self,
         grads:list, # scaled gradients
     ):
         "Count what the policy wants in them"
-        wants = [w for w in self.scaler.wants if w in ('numel', 'amax') or w[0] == 'above']
-        for w in wants: self.add({w: grad_statistic(w, grads, self.scaler.scale.device)})
+        for w in self.counted: self.add({w: grad_statistic(w, grads, self.scaler.scale.device)})
 
     def gradients(self,
         opt, # a torch or fastai optimizer
@@ -250,7 +260,7 @@ class GradStats:
         named:list, # as for the function `unscale_`
     ):
         "Count what the policy wants in the scaled gradients, then take the scale out of them"
-        if not any(g is not None for _, g, _ in named) and deciding_ranks(self.model, self.group) is None:
+        if not any(g is not None for _, g, _ in named) and deciding_ranks(self.group) is None:
             raise ValueError('No parameter has a gradient: does the loss depend on them?')
         self.count([g for _, g, _ in named if g is not None])
         self.add(dict(found_inf=unscale_(named, self.scaler)))
@@ -262,7 +272,9 @@ class GradStats:
         if 'loss_nonfinite' not in self.stats: self.stats['loss_nonfinite'] = torch.zeros_like(self.scaler.scale)
         missing = [w for w in self.scaler.wants if w not in (*self.stats, 'loss_finite')]
         if missing: raise ValueError(f'{self.scaler!r} wants {missing}, and nothing counts it.')
-        return reduce_stats(self.stats, deciding_ranks(self.model, self.group))
+        group = deciding_ranks(self.group)
+        if group is not None and (self.model is not None or self.number < 0): refuse_join(self.model)
+        return reduce_stats(self.stats, group)
 
     def decide(self,
         gathered:dict=None, # what `gather` returned, if it was called already
