@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn, Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from .formats import get_format
-from .half import cast, model_to_float
-from .master import HalfWeights
+from .half import cast, half_dtype, model_to_float
 from .monitor import inverse_scale, match_names, TensorHooks
 from .plots import CYCLE, format_band, log2_axis
 from .tensorcore import fast_half
+from .toys import predict
 
 # %% ../nbs/19_underflow.ipynb #19u00020
 @dataclass
@@ -51,9 +52,9 @@ def count_zeros(
 # %% ../nbs/19_underflow.ipynb #19u00030
 def replay_batch(
     model:nn.Module, # in FP32 or half, before a step; it is not changed
-    batch:tuple, # (inputs, targets); inputs is a tuple where there are several
+    batch:tuple, # (inputs, targets); inputs as for `toys.call_args`
     loss_func, # (predictions in FP32, targets) -> 0-dim loss
-    dtype:torch.dtype=None, # of weights and activations, as `MixedStep` has them; None: FP32
+    dtype:str|torch.dtype=None, # of autocast, as in `MixedStep`; None: FP32
     scale=1., # on the loss
     compute=nullcontext, # makes a context for forward and backward
     keep=Tensor.detach, # what to keep of each tensor
@@ -61,14 +62,13 @@ def replay_batch(
     "Forward and backward of a micro-batch on a copy of the model, with the random numbers that will be drawn"
     twin, found = model_to_float(copy.deepcopy(model)), {}
     def see(name, kind, t): found[name, kind] = keep(t)
-    half = HalfWeights(twin, dtype) if dtype else nullcontext()
     devices = {p.device for p in twin.parameters() if p.is_cuda}
-    with torch.random.fork_rng(devices), torch.enable_grad(), compute(), half:
-        xs = cast(batch[0], dtype or torch.float32)
-        with TensorHooks(twin, see, root=True):
-            pred = twin(*xs) if isinstance(xs, tuple) else twin(xs)
-            loss = loss_func(cast(pred, torch.float32), batch[1])
-            (loss*scale).backward()
+    kind, xb = next(twin.parameters()).device.type, cast(batch[0], torch.float32)
+    half = torch.autocast(kind, half_dtype(dtype or 'fp16'), enabled=dtype is not None)
+    with torch.random.fork_rng(devices), torch.enable_grad(), compute(), TensorHooks(twin, see, root=True):
+        with half: pred = predict(twin, xb)
+        loss = sum(tree_leaves(loss_func(cast(pred, torch.float32), batch[1])))
+        (loss*scale).backward()
     see('loss', 'loss', loss)
     for n, p in twin.named_parameters():
         if p.grad is not None: see(n, 'weight_grad', p.grad)
@@ -77,9 +77,9 @@ def replay_batch(
 # %% ../nbs/19_underflow.ipynb #19u00031
 def probe_flushed(
     model:nn.Module, # in FP32 or half; it is not changed
-    batch:tuple, # (inputs, targets); inputs is a tuple where there are several
+    batch:tuple, # (inputs, targets); inputs as for `toys.call_args`
     loss_func, # (predictions in FP32, targets) -> 0-dim loss
-    dtype:torch.dtype=torch.float16, # of weights and activations; None where `compute` emulates a format
+    dtype:str|torch.dtype='fp16', # of autocast; None where `compute` emulates a format
     scale=1., # on the loss
     compute=fast_half, # makes a context for forward and backward
     kinds=('weight_grad', 'activation_grad'), # of what; also 'activation'

@@ -4,8 +4,9 @@ import copy
 import pytest, torch, torch.nn as nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 
-from mpcourse.learner import MonitorCB
-from mpcourse.overflow import Overflow, OverflowWatch, WarnCB, early_warning, find_overflow
+from mpcourse.learner import MonitorCB, WarnCB
+from mpcourse.overflow import Overflow, OverflowWatch, early_warning, find_overflow
+from mpcourse.dynamic import DynamicScaler
 from mpcourse.scaler import StaticScaler
 from mpcourse.toys import batches, cross_entropy, get_toy, half_pass, relu_mlp
 
@@ -38,7 +39,7 @@ def test_find_overflow():
     assert (at_loss.name, at_loss.direction, at_loss.what) == ('the loss', 'backward', 'inf')
     assert (fwd.name, fwd.direction, fwd.what, fwd.kind) == ('3.weight', 'forward', 'inf', 'weight') or (fwd.name, fwd.direction) == ('3', 'forward')
     glitch = batch[0].clone(); glitch[3] = 1e5
-    assert (f := find(net, (glitch, batch[1]))).name == 'input' and f.op == 'the cast' and f.what == 'inf'
+    assert (f := find(net, (glitch, batch[1]))) == Overflow('1', 'forward', 'inf', 'input', op='the cast')
     glitch[3] = torch.nan
     assert find(net, (glitch, batch[1])).what == 'nan' and find(net, (glitch, batch[1])).op is None
     nan = relu_mlp()
@@ -181,7 +182,7 @@ def test_switching_amid_a_fit(new, when):
 
 def test_a_scheme_that_cannot_be_is_no_switch():
     cb = mixed(learner(StaticScaler(4.)))
-    with pytest.raises(ValueError, match="BF16 has FP32's range"): cb.switch(StaticScaler(2.), 'bf16')
+    with pytest.raises(ValueError, match="BF16 has FP32's range"): cb.switch(DynamicScaler(2.), 'bf16')
     with pytest.raises(ValueError, match='give a loss scaler'): cb.switch()
 
 
