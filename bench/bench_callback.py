@@ -56,15 +56,13 @@ def plain_step(make, x, y, amp=False):
 
 def compare(name, make, x, y, repeats, bound=None):
     "Whole steps, in one run"
-    def ours(cast): return learner_step(make, x, y, MixedPrecisionCB(StaticScaler(1024.), cast=cast))
-    fns = {'learner': learner_step(make, x, y), 'weights': ours('weights'), 'autocast': ours('autocast'),
+    fns = {'learner': learner_step(make, x, y), 'ours': learner_step(make, x, y, MixedPrecisionCB(StaticScaler(1024.))),
            'loop': plain_step(make, x, y), 'amp': plain_step(make, x, y, amp=True)}
     if DEVICE == 'cuda': fns['fastai'] = learner_step(make, x, y, MixedPrecision())
     t = medians(fns, repeats, warm=1)
     ms = {k: round(v*1e3, 3) for k,v in t.items()}
-    rows = [Row(f'{name}: our step, {k} / autocast and GradScaler', (t['loop'] + t[k] - t['learner'])/t['amp'], at_most=bound, ms=ms)
-            for k in ('weights', 'autocast')]
-    if DEVICE == 'cuda': rows.append(Row(f"{name}: our step / fastai's MixedPrecision", t['weights']/t['fastai'], at_most=bound, ms=ms))
+    rows = [Row(f'{name}: our step / autocast and GradScaler', (t['loop'] + t['ours'] - t['learner'])/t['amp'], at_most=bound, ms=ms)]
+    if DEVICE == 'cuda': rows.append(Row(f"{name}: our step / fastai's MixedPrecision", t['ours']/t['fastai'], at_most=bound, ms=ms))
     return rows
 
 

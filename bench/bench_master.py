@@ -2,7 +2,7 @@
 import torch, torch.nn as nn
 from harness import Row, medians, ratio
 from mpcourse.half import model_to_half
-from mpcourse.master import HalfWeights, get_master, to_master_grads, to_model_params
+from mpcourse.master import get_master, to_master_grads, to_model_params
 
 BIG, SMALL, LAYERS = 576, 64, 30         # 30 layers: 60 tensors, with BIG features 10 million parameters
 
@@ -41,15 +41,3 @@ def bench_master_path():
     t |= medians({'copy': copy}, repeats=31)
     floor = 12*n/(2*big.numel()*4/t['copy'])                    # the time of 12 bytes a weight at the speed of a plain copy
     return rows + [Row('masters: time / the time to move 12 bytes a weight', t['ours']/floor, at_most=1.5 if device == 'cuda' else None)]
-
-
-def bench_half_weights():
-    "60 parameters: a forward and backward with `HalfWeights`, beside autocast's"
-    model, x = net(SMALL), torch.randn(8, SMALL)
-    half, xb = HalfWeights(model, torch.bfloat16), x.bfloat16()
-    def ours():
-        with half: model(xb).sum().backward()
-    def autocast():
-        with torch.autocast('cpu', torch.bfloat16): model(x).sum().backward()
-    t = medians({'ours': ours, 'autocast': autocast}, repeats=21, number=5)
-    return [ratio('forward and backward in BF16: HalfWeights / autocast', t, 'ours', 'autocast', at_most=1.25)]

@@ -21,7 +21,7 @@ def steps(x, y, kept):
     "One step after the other in BF16, on the device's own kernels"
     model = net()
     opt = torch.optim.SGD(model.parameters(), 1e-3, momentum=.9)
-    mixed = MixedStep(StaticScaler(1.), torch.bfloat16, 'autocast', nullcontext)
+    mixed = MixedStep(StaticScaler(1.), 'bf16', nullcontext)
     mixed.begin(model)
     if not kept: mixed.stats.buffers = KeptBuffers()
     def step():

@@ -17,7 +17,7 @@ from .half import cast as cast_floats
 from .rounding import quantize
 from .scaler import LossScaler
 from .step import GradStats, MixedStep
-from .tensorcore import fast_half
+from .tensorcore import half_compute
 
 # %% ../nbs/23_accumulate.ipynb #82806dbb
 def graphcore_mean(
@@ -177,7 +177,7 @@ class HalfStep(MixedStep):
         generator:torch.Generator=None, # for it
         parts:int=1, # micro-batches that each batch is cut into
         clip:float=None, # largest global norm of the unscaled gradients
-        compute=fast_half, # context of both passes; `contextlib.nullcontext`: torch's kernels
+        compute=None, # context of both passes; None: `fast_half` on a CPU, torch's kernels elsewhere
     ):
         super().__init__(scaler, compute=compute, clip=clip)
         if not (isinstance(parts, int) and parts > 0): raise ValueError(f'{parts!r} micro-batches cannot be.')
@@ -191,7 +191,7 @@ class HalfStep(MixedStep):
     def backward(self, model, xb, yb, loss_func):
         "Loss of a batch, and the mean of its micro-batches' gradients"
         micro = zip(xb.chunk(self.parts), yb.chunk(self.parts))
-        with self.compute(): loss = mean_backward(model, micro, loss_func, self.scaler)
+        with half_compute(xb.device.type, self.compute): loss = mean_backward(model, micro, loss_func, self.scaler)
         self.stats.see_loss(loss)
         return loss
 

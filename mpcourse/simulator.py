@@ -251,6 +251,7 @@ def _statistic(trace, t, want, s, fmt):
     over = not x < thresholds(fmt)[0]
     if want == 'found_inf': return float(over)
     if want == 'loss_finite': return float(math.isfinite(trace.amax[t]))     # no scale is to blame
+    if want == ('amax', 'loss'): return 1.                                    # never zero
     if want == 'amax': return x + math.inf if over else quantize(x, fmt)
     if want == 'numel': return (trace.counts[kind].sum() + trace.zeros[kind] + trace.broken[kind]).item()
     if isinstance(want, tuple) and want[0] == 'above':

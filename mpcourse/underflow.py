@@ -65,7 +65,8 @@ def replay_batch(
     devices = {p.device for p in twin.parameters() if p.is_cuda}
     kind, xb = next(twin.parameters()).device.type, cast(batch[0], torch.float32)
     half = torch.autocast(kind, half_dtype(dtype or 'fp16'), enabled=dtype is not None)
-    with torch.random.fork_rng(devices), torch.enable_grad(), compute(), TensorHooks(twin, see, root=True):
+    outside = torch.autocast(kind, enabled=False)            # of a step that may be running
+    with outside, torch.random.fork_rng(devices), torch.enable_grad(), compute(), TensorHooks(twin, see, root=True):
         with half: pred = predict(twin, xb)
         loss = sum(tree_leaves(loss_func(cast(pred, torch.float32), batch[1])))
         (loss*scale).backward()

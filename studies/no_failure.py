@@ -4,13 +4,11 @@ In the rows in FP16 both passes run in half precision, weights and optimizer in 
 the end, the higher the better.
 """
 import math
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch, torch.nn.functional as F
 from torch import nn
 
-from mpcourse.master import HalfWeights
 from mpcourse.tensorcore import fast_half
 from mpcourse.toys import digits, mlp
 
@@ -97,9 +95,10 @@ def train(task, seed, half):
     opt = torch.optim.Adam(task.model.parameters(), lr=3e-3)
     for _ in range(getattr(task, 'steps', 300)):
         rows = torch.randint(len(task.x), (bs,), generator=gen) if bs < len(task.x) else slice(None)
-        x = task.x[rows].half() if half else task.x[rows]
-        with HalfWeights(task.model) if half else nullcontext(), fast_half():
-            loss = task.loss(lambda x: task.model(x).float(), x, task.y[rows])
+        def model(x):
+            with torch.autocast('cpu', torch.float16, enabled=half): return task.model(x).float()
+        with fast_half():
+            loss = task.loss(model, task.x[rows], task.y[rows])
             opt.zero_grad()
             loss.backward()
         opt.step()

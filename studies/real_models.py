@@ -14,7 +14,7 @@ from mpcourse.checkpoint import load_training_state, save_training_state
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.fp8 import simulate_fp8
 from mpcourse.gradscaler import GradScaler
-from mpcourse.master import HalfWeights
+from mpcourse.half import model_to_half
 from mpcourse.monitor import TensorCollector
 from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fast_half
@@ -130,9 +130,9 @@ def errors(model, x):
     "Logits in evaluation mode, against FP32"
     model.eval()
     want = model(x).float()
-    with fast_half(), HalfWeights(model, torch.float16): half = model(x)
     with fast_half(), torch.autocast('cpu', torch.float16): cast = model(x)
-    with HalfWeights(model, torch.bfloat16): bf16 = model(x)
+    with torch.autocast('cpu', torch.bfloat16): bf16 = model(x)
+    with fast_half(): half = model_to_half(copy.deepcopy(model))(x)
     found = dict(half=off(half, want), autocast=off(cast, want), bf16=off(bf16, want))
     return found | dict(fp8=off(in_fp8(model)(x), want))
 
@@ -227,7 +227,6 @@ def run(row, seed):
     told['start'] = loss_func(model(x), y).item()
     told['FP32'] = trained(in_fp32, fresh(), x, y)[-1]
     told['MixedStep'] = trained(MixedStep(DynamicScaler()), fresh(), x, y)[-1]
-    told['autocast step'] = trained(MixedStep(DynamicScaler(), cast='autocast'), fresh(), x, y)[-1]
     told['GradScaler'] = trained(by_gradscaler(), fresh(), x, y)[-1]
     told['ALS'] = trained(MixedStep(ALSScaler()), fresh(), x, y)[-1]
     told['FP8'] = trained(in_fp32, in_fp8(fresh()), x, y)[-1]

@@ -40,7 +40,7 @@ class Patient:
 def common():
     "FP32 and BF16 are the same for all"
     return {'FP32': lambda t: plain_step,
-            'BF16': lambda t: MixedStep(StaticScaler(1.), torch.bfloat16, 'autocast', nullcontext)}
+            'BF16': lambda t: MixedStep(dtype='bf16', compute=nullcontext)}
 
 
 def mixed(dynamic=DynamicScaler, step=MixedStep):
@@ -198,8 +198,8 @@ PATIENTS = dict(
               'start 2^24': store(lambda t: DynamicScaler(2.**24)), 'own': store(lambda t: StaticScaler(1.), 'stochastic')},
               'swallowed', 'stochastic rounding', NOTES['A']),
     B=Patient(mask, common() | {'nothing': bf16_without_look, 'own': bf16_without_look,
-              'measured': lambda t: MixedStep(measured_scale(t), cast='autocast'),
-              'start 2^24': lambda t: MixedStep(DynamicScaler(2.**24), cast='autocast')}, 'nan gradient', 'finite mask', NOTES['B']),
+              'measured': lambda t: MixedStep(measured_scale(t)),
+              'start 2^24': lambda t: MixedStep(DynamicScaler(2.**24))}, 'nan gradient', 'finite mask', NOTES['B']),
     C=Patient(storm, mixed(partial(get_policy, 'torch')) | {'own': hold}, 'scale fell', 'hold', NOTES['C']),
     D=Patient(init, mixed() | {'own': hold}, 'initialisation', 'larger weights', NOTES['D']),
     E=Patient(fp8, common() | {'nothing': converted('none'), 'own': converted('tensorwise'),

@@ -16,8 +16,6 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from mpcourse.dynamic import DynamicScaler
-from mpcourse.half import cast
-from mpcourse.master import HalfWeights
 from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
 from mpcourse.simulator import corrupt
@@ -51,8 +49,9 @@ def torchs_step(scaler, clip):
     def step(model, xb, yb, opt, loss_func):
         opt.zero_grad()
         scale = scaler.get_scale()
-        with fast_half(), HalfWeights(model):
-            loss = loss_func(predict(model, cast(xb, torch.float16)).float(), yb)
+        with fast_half():
+            with torch.autocast('cpu', torch.float16): pred = predict(model, xb)
+            loss = loss_func(pred.float(), yb)
             if not loss.isfinite(): return dict(loss=loss.detach(), scale=scale, skipped=1.)     # the line
             scaler.scale(loss).backward()
         scaler.unscale_(opt)

@@ -39,7 +39,7 @@ def test_find_overflow():
     assert (at_loss.name, at_loss.direction, at_loss.what) == ('the loss', 'backward', 'inf')
     assert (fwd.name, fwd.direction, fwd.what, fwd.kind) == ('3.weight', 'forward', 'inf', 'weight') or (fwd.name, fwd.direction) == ('3', 'forward')
     glitch = batch[0].clone(); glitch[3] = 1e5
-    assert (f := find(net, (glitch, batch[1]))) == Overflow('1', 'forward', 'inf', 'input', op='the cast')
+    assert find(net, (glitch, batch[1])) == Overflow('1', 'forward', 'inf', 'input', op='the cast')
     glitch[3] = torch.nan
     assert find(net, (glitch, batch[1])).what == 'nan' and find(net, (glitch, batch[1])).op is None
     nan = relu_mlp()
