@@ -59,10 +59,11 @@ class DynamicScaler(LossScaler):
                          growth_interval=growth_interval, hysteresis=hysteresis, refill=refill,
                          consecutive=consecutive, **config)
         self.register_buffer('growth_tracker', torch.tensor(0, dtype=torch.int32))
-        self.register_buffer('hysteresis_tracker', torch.tensor(hysteresis, dtype=torch.int32))
+        self.patient = hysteresis > 1 or not consecutive
+        if self.patient: self.register_buffer('hysteresis_tracker', torch.tensor(hysteresis, dtype=torch.int32))
 
     def next_scale(self, stats):
-        if self.hysteresis == 1 and self.consecutive: return self.torchs_rule(stats)
+        if not self.patient: return self.torchs_rule(stats)
         bad = stats['found_inf'] != 0                        # NaN, too
         left = self.hysteresis_tracker - bad.int()
         back = bad & (left <= 0)

@@ -118,9 +118,9 @@ def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16
     stats.add(dict(found_inf=found))
     seen = self._per_optimizer_states[id(optimizer)]['seen'] = stats.gather()
     stats.reset()
-    found = seen['found_inf']
-    if self.policy.hold: found = found + seen['loss_nonfinite']
-    return {found.device: found.clamp(max=1)}
+    skips = seen['skips']
+    if deciding_ranks(self.group) is not None or len(flags) > 1: skips = skips.clamp(max=1)
+    return {skips.device: skips}
 
 # %% ../nbs/17_gradscaler.ipynb #52c6c385
 @patch

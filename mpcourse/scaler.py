@@ -90,14 +90,15 @@ class LossScaler(nn.Module):
     def update(self, stats):
         "Take the rule's scale if it is finite, within bounds; undo all if the loss was not finite. Returns the old scale"
         ours = {n: b for n, b in self._buffers.items() if n != 'held'}
-        before = {n: b.clone() for n, b in ours.items()}
+        before, fine = {n: b.clone() for n, b in ours.items()}, stats['loss_finite'].bool()
         new = self.next_scale(stats)                # it may set buffers, too
-        new = torch.where(new - new == 0, new.clamp(self.min_scale, self.max_scale), before['scale'])
-        after = dict(self._buffers, scale=new)
+        if new is not self.scale: new = torch.where(new - new == 0, new, before['scale'])
+        after = dict(self._buffers, scale=new.clamp(self.min_scale, self.max_scale))
         self._buffers.update(ours)                  # written in place: a captured graph sees it
-        fine = stats['loss_finite'] != 0
-        for n, b in ours.items(): b.copy_(torch.where(fine, after[n], before[n]) if self.hold else after[n])
-        if self.hold: self.held.add_(1).mul_(~fine)
+        for n, b in ours.items():
+            if self.hold: after[n] = torch.where(fine, after[n], before[n])
+            b.copy_(after[n])
+        if self.hold: self.held.add_(1).masked_fill_(fine, 0)
         return before['scale']
 
     def watch(self, model):

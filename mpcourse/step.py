@@ -228,15 +228,17 @@ class GradStats:
             if old is None: self.stats[n] = v
             else: self.stats[n] = old.to(v).maximum(v) if is_maximum(n) else old.to(v) + v
 
+    @torch.no_grad()
     def see_loss(self,
         loss, # unscaled; any nest of scalars
     ):
         "Count losses that are not finite; not within `vmap`, where a loss is not one number"
         for l in tree_leaves(loss):
             if torch._C._functorch.is_functorch_wrapped_tensor(l): continue
-            l = l.detach()
             bad = l - l != 0
-            self.add(dict(loss_nonfinite=bad.any() if bad.dim() else bad))
+            bad = (bad.any() if bad.dim() else bad).to(self.scaler.scale.device)
+            old = self.stats.get('loss_nonfinite')
+            self.stats['loss_nonfinite'] = bad if old is None else old + bad
             if ('amax', 'loss') in self.scaler.wants: self.add({('amax', 'loss'): l.abs().max()})
 
     @property
@@ -267,14 +269,17 @@ class GradStats:
         self.named += named
 
     def gather(self)->dict: # {name: 0-dim tensor}
-        "What was collected and watched, of all ranks together"
+        "What was collected and watched, of all ranks together; 'skips' is greater than 0 where the step is to be skipped"
         if self.watched: self.add(self.watched.read())
         if 'loss_nonfinite' not in self.stats: self.stats['loss_nonfinite'] = torch.zeros_like(self.scaler.scale)
         missing = [w for w in self.scaler.wants if w not in (*self.stats, 'loss_finite')]
         if missing: raise ValueError(f'{self.scaler!r} wants {missing}, and nothing counts it.')
         group = deciding_ranks(self.group)
         if group is not None and (self.model is not None or self.number < 0): refuse_join(self.model)
-        return reduce_stats(self.stats, group)
+        stats = reduce_stats(self.stats, group)
+        skips = stats['found_inf']
+        if self.scaler.hold: skips = skips.maximum(stats['loss_nonfinite'])
+        return stats | dict(skips=skips)
 
     def decide(self,
         gathered:dict=None, # what `gather` returned, if it was called already
@@ -282,11 +287,10 @@ class GradStats:
     )->StepOutcome:
         "Let the policy choose: the same on every rank"
         stats = dict(self.gather() if gathered is None else gathered)
-        bad_loss, found = stats.pop('loss_nonfinite'), stats['found_inf']
-        stats['loss_finite'] = (bad_loss == 0).float()
+        found = stats.pop('skips')
+        stats['loss_finite'] = stats.pop('loss_nonfinite') == 0
         scaler, named = self.scaler, self.named
         scale = scaler.update(stats)
-        if scaler.hold: found = found + bad_loss
         if not stepped: self.buffers.put_back(found)
         self.buffers.forget()
         self.number += 1

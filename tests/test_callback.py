@@ -9,8 +9,8 @@ from fastai.basics import Adam, Callback, CancelBackwardException, CancelBatchEx
 from fastai.callback.all import GradientAccumulation, GradientClip
 
 from mpcourse.callback import MixedPrecisionCB, StepHistory, quiet_fit, tensor_dls
+from mpcourse.dynamic import DynamicScaler
 from mpcourse.formats import same_bits
-from mpcourse.master import HalfWeights
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import StepOutcome
 from mpcourse.tensorcore import fast_half
@@ -233,17 +233,16 @@ def test_probes_in_bf16():
     assert learn.mixed_precision_cb.dtype == B
 
 
-@pytest.mark.parametrize('cast', ['weights', 'autocast'])
-def test_a_product_in_the_loss_is_fp32(cast):
+def test_a_product_in_the_loss_is_fp32():
     seen = set()
     def loss(pred, y):
         seen.add((pred @ pred.T).dtype)
         return F.cross_entropy(pred, y)
-    fit(learner(loss_func=loss, mixed=dict(scaler=StaticScaler(), cast=cast)), 1)
+    fit(learner(loss_func=loss, mixed=dict(scaler=StaticScaler())), 1)
     assert seen == {F32}
 
 
-@pytest.mark.parametrize('kw', [dict(), dict(compute=nullcontext), dict(compute=fast_half), dict(compute=partial(fast_half, 'saturate')), dict(cast='autocast')])
+@pytest.mark.parametrize('kw', [dict(), dict(compute=nullcontext), dict(compute=fast_half), dict(compute=partial(fast_half, 'saturate'))])
 def test_every_way_to_compute_trains_alike(kw):
     seen = []
     mode = lambda learn: seen.append([type(m).__name__ for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack()])
@@ -427,10 +426,9 @@ def test_restored_after_every_exit_from_every_event(event, exit, opt):
     assert not same(weights(learn)['mid.weight'], was['mid.weight']) and learn.mixed_precision_cb.history.skipped.sum() == 0
 
 
-@pytest.mark.parametrize('cast', ['weights', 'autocast'])
 @pytest.mark.parametrize('where', ['forward', 'backward', 'param', 'loss', 'metric', 'data'])
-def test_restored_after_an_exception_in_the_models_own_code(where, cast):
-    exc, learn = KeyboardInterrupt, learner(mixed=dict(scaler=StaticScaler(), cast=cast))
+def test_restored_after_an_exception_in_the_models_own_code(where):
+    exc, learn = KeyboardInterrupt, learner(mixed=dict(scaler=StaticScaler()))
     ids, n = [id(p) for p in learn.model.parameters()], [0]
     def go(*a):
         n[0] += 1
@@ -775,9 +773,8 @@ def test_another_model_or_another_layer_is_taken_up():
 # --- bad input ---
 
 @pytest.mark.parametrize('kw, says', [
-    (dict(), 'StaticScaler'), (dict(dtype='bf16', scaler=StaticScaler()), "BF16 has FP32's range"), (dict(scaler=512), '512 is no policy'),
-    (dict(dtype='fp32'), 'fp32'), (dict(dtype=torch.float64, scaler=StaticScaler()), 'float64'), (dict(scaler=StaticScaler(), compute='tpu'), "'tpu'"),
-    (dict(scaler=StaticScaler(), cast='activations'), "'activations'")])
+    (dict(), 'StaticScaler'), (dict(dtype='bf16', scaler=DynamicScaler()), "BF16 has FP32's range"), (dict(scaler=512), '512 is no policy'),
+    (dict(dtype='fp32'), 'fp32'), (dict(dtype=torch.float64, scaler=StaticScaler()), 'float64'), (dict(scaler=StaticScaler(), compute='tpu'), "'tpu'")])
 def test_arguments_that_cannot_work_are_sentences(kw, says):
     learn = learner(mixed=None)
     with pytest.raises(ValueError, match=says): learn.to_mixed(**kw)
@@ -863,7 +860,7 @@ def test_ctrl_c_amid_autocasts_entry_leaves_no_autocast(cast, monkeypatch):
         if len(calls) == 5: raise KeyboardInterrupt
         return out
     monkeypatch.setattr(torch.autocast, '__enter__', cut_off)
-    learn, dtype = learner(mixed=dict(scaler=StaticScaler(), cast=cast)), torch.get_autocast_dtype('cpu')
+    learn, dtype = learner(mixed=dict(scaler=StaticScaler())), torch.get_autocast_dtype('cpu')
     with pytest.raises(KeyboardInterrupt): fit(learn, 2)
     assert len(calls) == 5 and not torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu') == dtype
     torch.autocast_increment_nesting()
@@ -885,13 +882,3 @@ def test_ctrl_c_amid_no_grads_exit_leaves_gradients_on():
     learn.remove_cb(amid)
     fit(learn, 1)
 
-
-def test_ctrl_c_amid_lending_takes_the_half_weights_back(monkeypatch):
-    def cut_off(self):
-        self.install()
-        raise KeyboardInterrupt
-    learn = learner(mixed=dict(scaler=StaticScaler()))
-    ids, hooks = [id(p) for p in learn.model.parameters()], hooks_of(learn.model)
-    monkeypatch.setattr(HalfWeights, '__enter__', cut_off)
-    with pytest.raises(KeyboardInterrupt): fit(learn, 2)
-    assert_clean(learn, ids, hooks)

@@ -13,7 +13,6 @@ from fastai.metrics import accuracy
 from mpcourse.callback import quiet_fit, tensor_dls
 from mpcourse import checkpoint
 from mpcourse.checkpoint import CheckpointCB, load_training_state, read_training_state, save_training_state, write_whole
-from mpcourse.master import HalfWeights
 from mpcourse.scaler import StaticScaler
 from mpcourse.learner import MonitorCB
 from test_callback import At, Climber, assert_clean, at_iter, ctrl_c, fit, inf_grad, learner, same, seed_all, tree, whole
@@ -591,9 +590,9 @@ def test_torchs_own_grad_scaler_is_a_scaler_too(tmp_path):
     assert new.get_scale() == 2.**7 and equal(net, other)
 
 
-def test_compiled_and_lent_models_have_the_same_file(tmp_path):
+def test_a_compiled_model_has_the_same_file(tmp_path):
     (net, opt), (other, there) = small(), small(1)
-    with HalfWeights(net): save_training_state(tmp_path/'s.pt', torch.compile(net, backend='eager'), opt)
+    save_training_state(tmp_path/'s.pt', torch.compile(net, backend='eager'), opt)
     load_training_state(tmp_path/'s.pt', other, there)
     assert equal(net, other) and all(p.dtype == torch.float32 for p in other.parameters())
 

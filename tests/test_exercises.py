@@ -214,15 +214,14 @@ WRONG = {
         def half_callback(scaler):
             class C(Callback):
                 order = 10
-                def before_fit(self): self.half_weights = HalfWeights(self.learn.model)
                 def before_batch(self):
-                    self.half_weights.install()
-                    self.learn.xb = (self.learn.xb[0].half(),)
-                def after_pred(self): self.learn.pred = self.learn.pred.float()
+                    self.casting = torch.autocast('cpu', torch.float16)
+                    self.casting.__enter__()
+                def after_pred(self):
+                    self.casting.__exit__(None, None, None)
+                    self.learn.pred = self.learn.pred.float()
                 def before_backward(self): self.learn.loss_grad = scaler.scale_loss(self.learn.loss_grad)
-                def after_backward(self): self.half_weights.remove()
                 def before_step(self): unscale_(named_gradients(self.learn.opt), scaler)
-                def after_batch(self): self.half_weights.remove()
             return C()""",
     # 13: writes into the old file
     'check_whole_write': 'lambda path, data: path.write_bytes(data)',

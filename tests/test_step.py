@@ -385,7 +385,7 @@ def test_it_is_torchs_gradscaler_at_a_constant_scale(s):
     "Weights and skips; torch's is kept from moving its scale"
     toy = get_toy('deep_sigmoid')
     ours, theirs = toy.model(), toy.model()
-    step, opts = MixedStep(scaler_of(s), cast='autocast'), [toy.opt(m.parameters()) for m in (ours, theirs)]
+    step, opts = MixedStep(scaler_of(s)), [toy.opt(m.parameters()) for m in (ours, theirs)]
     scaler = torch.amp.GradScaler('cpu', init_scale=s, growth_factor=1.0000001, backoff_factor=.5, growth_interval=10**6)
     for x, y in batches(toy.data(), 64, 30):
         r = step(ours, x, y, opts[0], toy.loss_func)
@@ -401,7 +401,7 @@ def test_it_is_torchs_gradscaler_at_a_constant_scale(s):
 def test_it_trains_with_a_moving_scale_as_torchs():
     toy = get_toy('deep_sigmoid')
     ours, theirs = toy.model(), toy.model()
-    step, opts = MixedStep(Torch(2.**24, interval=7), cast='autocast'), [toy.opt(m.parameters()) for m in (ours, theirs)]
+    step, opts = MixedStep(Torch(2.**24, interval=7)), [toy.opt(m.parameters()) for m in (ours, theirs)]
     scaler, seen = torch.amp.GradScaler('cpu', init_scale=2.**24, growth_interval=7), []
     for x, y in batches(toy.data(), 64, 60):
         step(ours, x, y, opts[0], toy.loss_func)

@@ -40,6 +40,7 @@ def next_scales(scaler, found, amax=None):
     "The scale after each step of a trace: whether anything was not finite, and the largest scaled magnitude"
     def told(want, bad, top):
         if want == 'amax': return torch.inf if bad else top
+        if want == ('amax', 'loss'): return 1.
         if isinstance(want, tuple): return 1000.*(bad or top >= want[1])        # ('above', edge), of a million
         return dict(found_inf=float(bad), found_after=0., total=1e6, numel=1e6)[want]
     out = []
