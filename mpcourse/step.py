@@ -395,7 +395,7 @@ def refuse_moved(
 
 PROBABILITIES = 'SigmoidBackward', 'SoftmaxBackward'
 BETWEEN = ('Add', 'Sub', 'Rsub', 'Clamp', 'ToCopy', 'View', 'UnsafeView', 'Squeeze', 'Unsqueeze', 'Select', 'Slice',
-           'Index', 'Gather', 'Clone', 'Transpose', 'Permute', 'T', 'Expand')
+           'Index', 'Gather', 'Clone', 'Transpose', 'Permute', 'T', 'Expand', 'Cat', 'Stack', 'Mul', 'Div')
 
 def refuse_log_of_half(
     loss, # a loss, or a nest of them, before the backward pass

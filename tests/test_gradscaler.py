@@ -955,3 +955,135 @@ def test_accelerate_clips_scaled_gradients_unless_it_knows(accelerate):
         model, opt = accelerator.prepare(model, opt)
         accelerator.backward(model(torch.ones(1, 1)).sum())
         assert accelerator.clip_grad_norm_(model.parameters(), 1e9).item() == norm
+
+
+# --- what torch's users do ---
+
+class Norms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enc, self.head = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 1)
+    def forward(self, x): return self.head(self.enc(x))
+
+
+class Sized(Norms):
+    def __len__(self): return 0
+
+
+def skipped_step(net, given, call=None, **kw):
+    "One step whose gradients overflow; are the buffers as before, and what was said?"
+    scaler, opt = GradScaler(init_scale=2.**60, model=given), torch.optim.SGD(net.parameters(), .01, **kw)
+    old = {n: b.clone() for n, b in net.named_buffers()}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        with torch.autocast('cpu', torch.float16): loss = (call or net)(torch.randn(16, 8)).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert not scaler.last_outcome.stepped
+    return all(same_bits(old[n], b) for n, b in net.named_buffers()), [str(w.message) for w in told]
+
+
+@pytest.mark.parametrize('make', [Norms, Sized, lambda: torch.compile(Norms(), backend='eager')], ids=['plain', 'length 0', 'compiled'])
+def test_any_model_keeps_its_buffers(make):
+    net = make()
+    assert skipped_step(net, net) == (True, [])
+
+
+@pytest.mark.parametrize('give', [lambda m: m, lambda m: nn.Sequential(m), lambda m: nn.ModuleList([m, nn.Linear(1, 1)]), lambda m: nn.ModuleDict(dict(g=m))], ids=['itself', 'wrapped', 'list', 'dict'])
+@pytest.mark.parametrize('call', [lambda m: m, lambda m: m.forward, lambda m: lambda x: m.head(m.enc(x))], ids=['model', 'forward', 'parts'])
+def test_buffers_are_kept_whichever_part_is_called(give, call):
+    net = Norms()
+    assert skipped_step(net, give(net), call(net)) == (True, [])
+
+
+def test_a_model_that_is_not_the_one_called_is_named():
+    kept, told = skipped_step(Norms(), Norms())
+    assert not kept and len(told) == 1 and 'no forward pass of the Norms' in told[0]
+
+
+@pytest.mark.parametrize('fused', [False, True])
+def test_a_bad_loss_without_a_model_is_told_once(fused):
+    "With a fused optimizer, which nobody looks at, within fifty steps"
+    net = Norms()
+    scaler, opt = GradScaler(), torch.optim.SGD(net.parameters(), .01, fused=fused)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        for i in range(100):
+            loss = net(torch.randn(4, 8)*(torch.nan if i in (3, 60) else 1.)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    assert [str(w.message).count('GradScaler(model=model)') for w in told] == [1] and told[0].filename == __file__
+
+
+def test_scale_within_vmap_is_torchs():
+    from torch.func import functional_call, grad, vmap
+    x, y, ends = torch.randn(16, 8), torch.randn(16, 1), []
+    for scaler in (torch.amp.GradScaler('cpu', init_scale=8.), GradScaler(init_scale=8.)):
+        torch.manual_seed(0)
+        net = nn.Linear(8, 1)
+        opt = torch.optim.SGD(net.parameters(), .1)
+        def loss(ps, a, b): return scaler.scale((functional_call(net, ps, (a,)) - b).square().mean())
+        grads = vmap(grad(loss), (None, 0, 0))({n: p.detach() for n, p in net.named_parameters()}, x, y)
+        for n, p in net.named_parameters(): p.grad = grads[n].mean(0)
+        scaler.step(opt)
+        scaler.update()
+        vmap(lambda a, b: scaler.scale((a - b).square().sum()))(net(x), y).mean().backward()
+        scaler.step(opt)
+        scaler.update()
+        ends.append(net.weight.detach())
+    assert same_bits(*ends)
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_a_captured_graph_sees_the_new_scale():
+    "What a CUDA graph does, by jit.trace"
+    def gradients(scaler):
+        torch.manual_seed(0)
+        net, x, seen = nn.Linear(8, 1), torch.randn(16, 8), []
+        opt = torch.optim.SGD(net.parameters(), 0.)
+        opt.register_step_pre_hook(lambda *_: seen.append(net.weight.grad.clone()))
+        scaler.scale(torch.zeros(1))
+        captured = torch.jit.trace(lambda loss: scaler.scale(loss), torch.ones(()), check_trace=False)
+        for _ in range(4):
+            opt.zero_grad()
+            captured(net(x).square().mean()).backward()
+            scaler.step(opt)
+            scaler.update()
+        return seen
+    ours, theirs = (gradients(make('cpu', init_scale=8., growth_interval=1)) for make in (GradScaler, torch.amp.GradScaler))
+    assert all(map(same_bits, ours, theirs))
+
+
+def test_scale_refuses_what_torch_refuses():
+    for scaler in (GradScaler(), torch.amp.GradScaler('cpu')):
+        with pytest.raises(ValueError, match='iterable'): scaler.scale(5)
+
+
+class Operations(TorchDispatchMode):
+    "Counts what a step dispatches"
+    count = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def operations(scaler, **kw):
+    ps = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    opt = torch.optim.SGD(ps, lr=.1, **kw)
+    for _ in range(2):
+        loss = torch.ones((), requires_grad=True)*2
+        for p in ps: p.grad = torch.ones(4)
+        with Operations() as seen:
+            scaler.scale(loss)
+            scaler.step(opt)
+            scaler.update()
+    return seen.count
+
+
+@pytest.mark.parametrize('kw', [dict(), dict(foreach=True), dict(fused=True)], ids=str)
+def test_a_step_dispatches_thirty_operations_at_most(kw):
+    theirs, ours = operations(torch.amp.GradScaler('cpu'), **kw), operations(GradScaler(), **kw)
+    assert theirs <= 16 and ours <= 30

@@ -1,5 +1,7 @@
 "Unscaling against torch's and FP64; skipped steps against every bit; one decision on all ranks; the step against its predecessors"
 import copy, warnings
+from collections import namedtuple, UserDict
+from dataclasses import dataclass
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from fastai.optimizer import Adam as FAdam, OptimWrapper, SGD as FSGD
@@ -212,13 +214,12 @@ def test_a_skipped_step_leaves_every_bit(name, clip):
     assert not any(same_bits(p.detach(), w) for p, w in zip(net.parameters(), weights)) and all(p.isfinite().all() for p in net.parameters())
 
 
-@pytest.mark.parametrize('cast', ['weights', 'autocast'])
 @pytest.mark.parametrize('name', OPTS)
 @pytest.mark.parametrize('how', ['gradient', 'loss'])
-def test_a_first_step_that_is_skipped_leaves_no_trace_either(name, how, cast):
+def test_a_first_step_that_is_skipped_leaves_no_trace_either(name, how):
     def run(bad_first):
         net, (x, y) = small(), batch()
-        opt, step = OPTS[name](list(net.parameters())), MixedStep(StaticScaler(2.**6), cast=cast)
+        opt, step = OPTS[name](list(net.parameters())), MixedStep(StaticScaler(2.**6))
         if bad_first:
             junk = [torch.full_like(p, torch.nan) for p in net.parameters()]; del junk
             h = overflow(net) if how == 'gradient' else None
@@ -310,9 +311,8 @@ def bad_training(scaler, bad, steps, good=lambda i: False, **kw):
     return out, model, step
 
 
-@pytest.mark.parametrize('cast', ['weights', 'autocast'])
-def test_bad_batches_move_neither_scale_nor_counters(cast):
-    out, model, step = bad_training(Torch(2.**11, interval=100), range(0, 45), 50, cast=cast)
+def test_bad_batches_move_neither_scale_nor_counters():
+    out, model, step = bad_training(Torch(2.**11, interval=100), range(0, 45), 50)
     assert [s for s, *_ in out] == [2.**11]*50 and [k for _, k, _ in out] == [True]*45 + [False]*5
     assert [h for *_, h in out] == [*range(1, 46), 0, 0, 0, 0, 0] and step.scaler.growth_tracker == 5
     assert all(p.isfinite().all() for p in model.parameters()) and all(p.grad.any() for p in model.parameters())
@@ -367,15 +367,14 @@ def test_reaching_the_floor_is_said_once():
 
 # --- the step ---
 
-@pytest.mark.parametrize('cast', ['weights', 'autocast'])
 @pytest.mark.parametrize('fused', [False, True])
-def test_it_is_the_recipe(cast, fused):
-    "With autocast too, on this net, which has neither norms nor a softmax of its own"
+def test_it_is_the_recipe(fused):
+    "On this net, which has neither norms nor a softmax of its own"
     toy, losses, nets = get_toy('deep_sigmoid'), [], [get_toy('deep_sigmoid').model() for _ in range(2)]
     opts = [torch.optim.Adam(n.parameters(), lr=6e-3, fused=fused) for n in nets]
     data = list(batches(toy.data(), 64, 40))
     with fast_half(): want = train_fp16(nets[0], opts[0], data, F.cross_entropy, 2.**20)
-    step = MixedStep(StaticScaler(2.**20), cast=cast)
+    step = MixedStep(StaticScaler(2.**20))
     for x, y in data: losses.append(step(nets[1], x, y, opts[1], F.cross_entropy)['loss'].item())
     assert losses == want and all(same_bits(p.data, q.data) for p, q in zip(*(n.parameters() for n in nets)))
 
@@ -426,16 +425,15 @@ class Spy(nn.Module):
 
 
 @pytest.mark.parametrize('dtype', [H, B])
-@pytest.mark.parametrize('cast', ['weights', 'autocast'])
-def test_the_loss_is_fp32_and_recorded_unscaled(dtype, cast):
+def test_the_loss_is_fp32_and_recorded_unscaled(dtype):
     net, seen = Spy(), {}
     def loss(pred, y):
         seen.update(pred=pred.dtype)
         return F.cross_entropy(pred, y)
     xb, y = (torch.randint(7, (5,)), torch.randn(5, 4)), torch.randint(2, (5,))
     opt, out = torch.optim.SGD(net.parameters(), lr=0.), {}
-    for s in (1., 2.**10): out[s] = MixedStep(StaticScaler(s), dtype, cast)(net, xb, y, opt, loss)
-    if cast == 'weights': assert net.seen == dict(tok=torch.int64, x=dtype, emb=dtype, norm=F32)
+    for s in (1., 2.**10): out[s] = MixedStep(StaticScaler(s), dtype)(net, xb, y, opt, loss)
+    assert net.seen['tok'] == torch.int64 and net.seen['x'] == F32
     assert seen == dict(pred=F32) and same_bits(out[1.]['loss'], out[2.**10]['loss']) and not out[1.]['loss'].requires_grad
     assert abs(out[1.]['loss'] - F.cross_entropy(net(*xb), y)) < .05 and {p.dtype for p in net.parameters()} == {F32}
 
@@ -499,23 +497,179 @@ def test_the_step_serves_another_model_and_watches_it():
     assert watched == [nets[0], 'removed', nets[1]]
 
 
-@pytest.mark.parametrize('cast', ['weights', 'autocast'])
-def test_a_model_that_is_half_already_is_refused(cast):
+def test_a_model_that_is_half_already_is_refused():
     net, (x, y) = nn.Linear(6, 3).half(), batch()
-    with pytest.raises(ValueError) as e: MixedStep(StaticScaler(), cast=cast)(net, x, y, torch.optim.SGD(net.parameters(), .1), F.cross_entropy)
+    with pytest.raises(ValueError) as e: MixedStep(StaticScaler())(net, x, y, torch.optim.SGD(net.parameters(), .1), F.cross_entropy)
     assert 'weight' in str(e.value)
 
 
 @pytest.mark.parametrize('args', [('megatron',), (None,), (1024.,), (StaticScaler,)])
 def test_wrong_arguments_are_refused(args):
     with pytest.raises(ValueError): MixedStep(*args)
-    with pytest.raises(ValueError): MixedStep(StaticScaler(), cast='both')
 
 
 def test_als_finds_its_scale():
     "The rule of chapter 21 in two lines: up from 1 until the largest gradients reach 2^13"
     run = train_toy('deep_sigmoid', MixedStep(ALS()), steps=120)
     assert run.history['scale'][-1] > 2**8 and not any(run.history['skipped'][:10])
+
+
+# --- what people hand over, and what cannot work ---
+
+def mse(p, y): return (p - y).square().mean()
+def sgd(net, lr=.1): return torch.optim.SGD(net.parameters(), lr=lr)
+
+
+class Timed(nn.Module):
+    "Keeps what its time steps become"
+    def __init__(self): super().__init__(); self.a = nn.Linear(8, 1)
+    def forward(self, x, t):
+        self.seen = t.detach()
+        return self.a(x) + t[:, None].sin()
+
+
+@pytest.mark.parametrize('dtype, scaler', [('bf16', None), ('fp16', StaticScaler(8.))])
+def test_float_inputs_reach_the_model_as_they_are(dtype, scaler):
+    "Time steps, positions and prices are no activations"
+    net, x, t = Timed(), torch.randn(16, 8), torch.arange(984., 1000.)
+    MixedStep(scaler, dtype)(net, (x, t), torch.randn(16, 1), sgd(net), mse)
+    assert same_bits(net.seen, t)
+
+
+def test_large_inputs_meet_a_norm_first():
+    net, step = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1)), MixedStep(StaticScaler(8.))
+    step(net, 1e5*torch.rand(16, 8), torch.randn(16, 1), sgd(net), mse)
+    assert step.outcome.stepped
+
+
+class Sum(nn.Module):
+    def __init__(self): super().__init__(); self.l = nn.Linear(8, 1)
+    def forward(self, a, b=None): return self.l(a.a + a.b if b is None else a + b)
+
+
+Pair = namedtuple('Pair', 'a b')
+
+
+@pytest.mark.parametrize('form', [tuple, list, lambda ab: dict(zip('ab', ab)), lambda ab: UserDict(zip('ab', ab)), lambda ab: Pair(*ab)], ids=['tuple', 'list', 'dict', 'mapping', 'named'])
+def test_batches_as_loaders_give_them(form):
+    from mpcourse.advise import advise
+    from mpcourse.overflow import find_overflow
+    net, ab, y = Sum(), torch.randn(2, 3, 8), torch.randn(3, 1)
+    xb = form(list(ab))
+    step = MixedStep(StaticScaler.measured(net, [xb, y], mse))
+    step(net, xb, y, sgd(net), mse)
+    assert step.outcome.stepped and find_overflow(net, [xb, y], mse) is None
+    assert advise(net, sgd(net), mse, [[xb, y]]*3, steps=3, schemes=('BF16',)).verdicts['BF16'][0] == 'yes'
+
+
+def test_a_packed_sequence_stays_whole():
+    class Rnn(nn.Module):
+        def __init__(self): super().__init__(); self.r, self.head = nn.GRU(8, 8), nn.Linear(8, 1)
+        def forward(self, packed): return self.head(self.r(packed)[1][-1])
+    net, xb, y = Rnn(), nn.utils.rnn.pack_sequence([torch.randn(n, 8) for n in (5, 3, 2)]), torch.randn(3, 1)
+    step = MixedStep(StaticScaler.measured(net, (xb, y), mse))
+    step(net, xb, y, sgd(net), mse)
+    assert step.outcome.stepped
+
+
+def test_a_loss_that_runs_the_model_is_fp32():
+    net, seen = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), []
+    def consistent(p, x):
+        seen.append(net(x).dtype)
+        return (net(x) - net(x + .1)).square().mean() + 0*p.sum()
+    x = torch.randn(16, 8)
+    MixedStep(StaticScaler(8.))(net, x, x, sgd(net), consistent)
+    assert seen == [F32]
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    name: str = 'mine'
+
+
+@pytest.mark.parametrize('wrap, get', [(Output, lambda o: o.logits), (lambda t: UserDict(logits=t), lambda o: o['logits'])], ids=['dataclass', 'mapping'])
+def test_outputs_that_are_objects_reach_the_loss_in_fp32(wrap, get):
+    class Net(nn.Linear):
+        def forward(self, x): return wrap(super().forward(x))
+    net, seen = Net(8, 1), []
+    def loss(out, y):
+        seen.append(get(out).dtype)
+        return mse(get(out), y)
+    MixedStep(StaticScaler(8.))(net, torch.randn(4, 8), torch.randn(4, 1), sgd(net), loss)
+    assert seen == [F32]
+
+
+class Codebook(nn.Module):
+    "A codebook that is a running average, kept as a parameter"
+    def __init__(self): super().__init__(); self.one, self.codes = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+    def forward(self, x):
+        self.codes.data = .9*self.codes.data + .1*x.detach().mean(0)
+        return self.one(x)@self.codes
+
+
+@pytest.mark.parametrize('model, x', [(nn.Embedding(8, 4, max_norm=.5), torch.arange(8)), (Codebook(), torch.randn(3, 4))], ids=['max_norm', 'codebook'])
+def test_weights_that_the_forward_pass_moves_stay_moved(model, x):
+    was = [p.detach().clone() for p in model.parameters()]
+    MixedStep(StaticScaler(2.))(model, x, None, sgd(model, 0.), lambda pred, y: pred.square().mean())
+    assert not all(map(torch.equal, model.parameters(), was))
+
+
+def by_hand(p, y): return -(y*(p + 1e-7).log() + (1 - y)*(1 - p.clamp(max=.9999)).log()).mean()
+
+
+@pytest.mark.parametrize('loss', [nn.BCELoss(), by_hand, lambda p, y: F.nll_loss(torch.cat([1 - p, p], 1).log(), y[:, 0].long())])
+@pytest.mark.parametrize('dtype, scaler', [('fp16', StaticScaler(8.)), ('bf16', None)])
+def test_the_logarithm_of_a_half_probability_is_refused(loss, dtype, scaler):
+    net, x, y = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Sigmoid()), torch.tensor([[10.]]), torch.zeros(1, 1)
+    was = net[0].weight.detach().clone()
+    with pytest.raises(ValueError, match='hand the logits'): MixedStep(scaler, dtype)(net, x, y, sgd(net), loss)
+    assert torch.equal(net[0].weight, was)
+
+
+@pytest.mark.parametrize('net', [nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 1)), nn.Linear(4, 1)])
+def test_other_sigmoids_and_logarithms_are_not(net):
+    step = MixedStep(StaticScaler(8.))
+    step(net, torch.randn(5, 4), torch.ones(5, 1), sgd(net), lambda p, y: F.binary_cross_entropy_with_logits(p, y) + (p.square() + 1).log().mean())
+    assert step.outcome.stepped
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused_and_undone():
+    net = nn.Linear(8, 1)
+    opts, was = {p: torch.optim.SGD([p], .01) for p in net.parameters()}, net.weight.detach().clone()
+    def now(p): opts[p].step(); opts[p].zero_grad()
+    for p in net.parameters(): p.register_post_accumulate_grad_hook(now)
+    with pytest.raises(ValueError, match='after the backward pass'): MixedStep(StaticScaler(1024.))(net, torch.randn(4, 8), torch.randn(4, 1), sgd(net), mse)
+    assert torch.equal(net.weight, was)
+
+
+def test_hooks_that_only_look_are_welcome():
+    net, seen = nn.Linear(8, 1), []
+    net.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
+    net.bias.register_hook(lambda g: g.clamp(-1, 1))
+    MixedStep(StaticScaler(8.))(net, torch.randn(4, 8), torch.randn(4, 1), sgd(net), mse)
+    assert seen == [F32]
+
+
+class Complex(nn.Module):
+    def __init__(self): super().__init__(); self.w = nn.Parameter(torch.randn(4, dtype=torch.cfloat))
+    def forward(self, x): return (x*self.w).abs().sum()
+
+
+@pytest.mark.parametrize('model, opt, says', [
+    (Complex(), None, 'complex64'), (nn.Linear(8, 1).double(), None, 'float64'), (nn.Linear(8, 1), lambda m: [sgd(m), sgd(m)], 'not 2'),
+    (nn.Linear(8, 1), lambda m: torch.optim.LBFGS(m.parameters()), 'LBFGS'), (nn.Linear(8, 1), lambda m: sgd(nn.Linear(2, 2)), 'moves no parameter of the Linear')])
+def test_what_one_step_cannot_train_is_a_sentence(model, opt, says):
+    with pytest.raises(ValueError, match=says): MixedStep(StaticScaler(8.))(model, torch.randn(4, 8), torch.randn(4, 1), (opt or sgd)(model), mse)
+
+
+def test_bf16_needs_no_scaler_and_refuses_one_that_moves():
+    net, (x, y) = small(), batch()
+    step = MixedStep(dtype='bf16')
+    step(net, x, y, sgd(net), F.cross_entropy)
+    assert step.outcome.stepped and step.outcome.scale == 1
+    with pytest.raises(ValueError, match="BF16 has FP32's range"): MixedStep(Torch(2.**10), 'bf16')
+    with pytest.raises(ValueError, match='give a loss scaler'): MixedStep()
 
 
 # --- ranks ---
