@@ -297,9 +297,9 @@ def _multi_head(query, key, value, dim, heads, weight, bias, bias_k, bias_v, add
     return F.linear(y.movedim(-2, 0).flatten(-2), out_weight, out_bias), share
 
 # %% ../nbs/27_fp8.ipynb #94e7a86e
-def _is_weight(t):
-    "A parameter, or a view of one?"
-    return isinstance(t, nn.Parameter) or isinstance(getattr(t, '_base', None), nn.Parameter)
+def _place(t):
+    "Where a tensor's numbers lie: a view of a weight lies where the weight does"
+    return t.untyped_storage().data_ptr() if isinstance(t, Tensor) and t.layout is torch.strided else None
 
 class _Products(torch.overrides.TorchFunctionMode):
     "Inside, the functions in `_CALLS` take their operands in few bits"
@@ -307,7 +307,7 @@ class _Products(torch.overrides.TorchFunctionMode):
 
     def __init__(self, attention):
         super().__init__()
-        self.attention = attention      # False: products of two computed tensors stay as they are
+        self.attention, self.weights = attention, set()     # False: products without a weight stay; where weights lie
 
     @contextmanager
     def at(self, name, recipe):
@@ -316,10 +316,12 @@ class _Products(torch.overrides.TorchFunctionMode):
         try: yield
         finally: self.name, self.recipe = before
 
+    def computed(self, args): return not any(_place(t) in self.weights for t in args)
+
     def stays(self, name, args):
         "Is it one of attention's products, and are they left alone?"
-        computed = name in _PLAIN and not any(map(_is_weight, args))
-        return not self.attention and (computed or name == 'scaled_dot_product_attention')
+        product = name == 'scaled_dot_product_attention' or name in _PLAIN and self.computed(args)
+        return product and not self.attention
 
     def fits(self, name, args, kwargs):
         "Does its twin know this call?"
@@ -355,7 +357,7 @@ class _Watch(TorchDispatchMode):
         xs = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
         unknown = func.namespace not in ('aten', 'prim', 'prims') and len(xs) > 1
         product = is_product(func, args) or func in WHOLE_LAYERS or unknown
-        return product and (self.mode.attention or any(map(_is_weight, xs)))
+        return product and (self.mode.attention or not self.mode.computed(xs))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, forward = kwargs or {}, torch._C._current_graph_task_id() == -1
@@ -365,10 +367,11 @@ class _Watch(TorchDispatchMode):
             raise ValueError(_REFUSAL.format(self.mode.name or 'the model itself', func._overloadpacket.__name__))
         return func(*args, **kwargs)
 
-def _inside(mode, name, recipe, forward, *args, **kwargs):
+def _inside(mode, module, name, recipe, forward, *args, **kwargs):
     "A module's forward, within the mode"
     if mode.name is not None:
         with mode.at(name, recipe): return forward(*args, **kwargs)
+    mode.weights = {_place(p) for p in module.parameters()} - {None}
     with mode, _Watch(mode), mode.at(name, recipe): return forward(*args, **kwargs)
 
 # %% ../nbs/27_fp8.ipynb #cc8b8d92
@@ -408,5 +411,5 @@ def simulate_fp8(
         if own and recipe.history and isinstance(m, _LAYERS):
             m.fp8_casts = nn.ModuleDict({k: DelayedScale(recipe.history, once=k != 'g') for k in 'xwg'})
             own = replace(recipe, **{k: Cast(getattr(recipe, k).fmt, scale=m.fp8_casts[k]) for k in 'xwg'})
-        m.forward = update_wrapper(partial(_inside, mode, name, own, m.forward), m.forward)
+        m.forward = update_wrapper(partial(_inside, mode, m, name, own, m.forward), m.forward)
     return model

@@ -1,6 +1,7 @@
 """Which toy parts the recipes for eight bits, and which does not? (chapter 27)
 
-`gpt`: `char_lm` of chapter 03, 80 steps, the mean of the last ten training losses. `plain` and `outlier`: a small
+`gpt`: `char_lm` of chapter 03, 80 steps, the mean of the last ten training losses. As in torchao and TransformerEngine,
+linear layers are converted and attention's two products are not, except where a row says `attention too`. `plain` and `outlier`: a small
 residual net learns what a fixed net computes, 400 steps, its error on new inputs; in `outlier` one input in sixteen is
 2^16 times larger (or as it says), and a norm behind the first layer takes that out again. The last layer of this net stays in FP32.
 `unit` is the unit-scaled transformer of chapter 26, with a learning rate of its own: compare it with its own FP32.
@@ -15,6 +16,7 @@ from mpcourse.toys import batches, char_text, fit, seeded
 E4M3 = Recipe(g=Cast('e4m3'))
 TEXT = {k: k for k in ('tensorwise', 'delayed', 'rowwise', 'block', 'mx', 'mx_floor')}
 TEXT = {'FP32': None} | TEXT | {'mx_floor, readout in FP32': 'mx_floor'}
+TEXT |= {'tensorwise, attention too': 'tensorwise', 'mx, attention too': 'mx'}
 PLAIN = {'FP32': None, 'E4M3, no scale': E4M3, 'tensorwise': 'tensorwise', 'mx': 'mx', 'mx_floor': 'mx_floor'}
 OUTLIER = {'FP32': None} | {k: k for k in ('tensorwise', 'delayed', 'rowwise', 'block', 'mx', 'mx_floor')}
 UNIT = {'FP32': None, 'E4M3, no scale': E4M3}
@@ -78,7 +80,8 @@ def run(row, seed):
     "A training loss (gpt, unit), or an error on new inputs"
     task, name = row.split(': ')
     recipe = TASKS[task][name]
-    if task == 'gpt': return train(recipe, seed, keep='head' if 'readout' in name else ())
+    keep = 'head' if 'readout' in name else ()
+    if task == 'gpt': return train(recipe, seed, keep=keep, attention='attention' in name)
     if task == 'unit': return unit_scaled(recipe, seed)
     return student(recipe, 2.**int(task.partition('^')[2] or 16) if 'outlier' in task else 1., seed)
 
