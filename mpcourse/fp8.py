@@ -120,10 +120,11 @@ class DelayedScale(nn.Module):
 @torch.no_grad()
 def reduce_amax(
     model:nn.Module, # out of `simulate_fp8`, also in DDP
-    group=None, # of processes; all of them unless given
+    group=None, # of processes; None: DDP's own, or all of them
 ):
     "After the backward pass: every rank takes the largest entries of all ranks. In one process nothing happens"
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()): return
+    group = group or getattr(model, 'process_group', None)
     for m in model.modules():
         if not isinstance(m, DelayedScale): continue
         torch.distributed.all_reduce(m.history, torch.distributed.ReduceOp.MAX, group=group)
