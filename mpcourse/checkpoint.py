@@ -292,13 +292,14 @@ def _next(file): return file.with_name(f'{file.name}.next')
 # %% ../nbs/13_checkpoint.ipynb #c13a0041
 def choose_common_step(
     file:Path, # of this rank
+    group=None, # of ranks that train one model; None: all
 ):
     "After a kill between two renames: all ranks take the newest step that each of them has"
-    mine, everybodys = {}, [None]*dist.get_world_size()
+    mine, everybodys = {}, [None]*dist.get_world_size(group)
     for f in (file, _next(file)):
         extra = read_training_state(f)['extra'] if f.exists() else {}
         if extra: mine[extra['train_iter'], extra['done']] = f
-    dist.all_gather_object(everybodys, [*mine])
+    dist.all_gather_object(everybodys, [*mine], group)
     common = set.intersection(*map(set, everybodys))
     if common: os.replace(mine[max(common)], file)
     elif any(everybodys):
@@ -316,7 +317,7 @@ def save_fit(
     new = _next(file) if _several() else file
     save_training_state(new, learn.model, learn.opt, _scaler(learn), **fit_state(learn), **more)
     if new == file: return
-    dist.barrier()
+    dist.barrier(getattr(learn.model, 'process_group', None))
     os.replace(new, file)
 
 # %% ../nbs/13_checkpoint.ipynb #c13a0066
@@ -373,7 +374,7 @@ class CheckpointCB(Callback):
         self.file = fit_file(path, n)
         self.arguments = dict(epochs=learn.n_epoch, batches=len(learn.dls.train),
                               examples=len(learn.dls.train_ds), hypers=[*map(dict, learn.opt.hypers)])
-        if self.resume and _several(): choose_common_step(self.file)
+        if self.resume and _several(): choose_common_step(self.file, getattr(learn.model, 'process_group', None))
         if self.resume and self.file.exists():
             was = read_training_state(self.file)['extra'].get('arguments')
             if was != self.arguments: raise ValueError(

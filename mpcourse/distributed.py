@@ -43,7 +43,7 @@ def _exchanged(half, group=None):
     return parts, dist.all_gather(parts, half, group=group, async_op=True).get_future()
 
 def running_mean_hook(
-    group, # process group of the model's copies; None: all ranks
+    group, # of the model's copies: `ddp.process_group`; None: all ranks
     bucket, # gradients of some parameters, from DDP: FP32, with the loss scale in them
 ): # a future of their mean
     "For `DDP.register_comm_hook`: FP16 on the wire, and a running mean, which cannot overflow"
@@ -51,21 +51,27 @@ def running_mean_hook(
     return arrived.then(lambda _: bucket.buffer().copy_(running_mean(parts)))
 
 def stochastic_hook(
-    generator, # a torch.Generator with a seed of its own on each rank
+    state, # (group, generator): the group as above, a torch.Generator with a seed of its own on each rank
     bucket, # as above
 ): # a future of their mean
     "For `DDP.register_comm_hook`: stochastically rounded to FP16 on the wire, the mean in FP32"
+    if isinstance(state, torch.Generator): raise TypeError(
+        'stochastic_hook was registered with a generator alone, and cannot know over which ranks DDP averages: '
+        'register it with (ddp.process_group, generator).')
+    group, generator = state
     half = quantize(bucket.buffer(), 'fp16', 'stochastic', 'inf', generator=generator).half()
-    parts, arrived = _exchanged(half)
+    parts, arrived = _exchanged(half, group)
     return arrived.then(lambda _: bucket.buffer().copy_(torch.stack(parts).float().mean(0)))
 
 # %% ../nbs/24_distributed.ipynb #e908b203
 def gather_frames(
     collector, # this rank's `TensorCollector`
-): # a pandas DataFrame with a column `rank` on rank 0; None on the others
+    group=None, # of ranks; None: all of them
+): # a pandas DataFrame with a column `rank` on the group's first rank; None on the others
     "What the collectors of all ranks remember; call it on every rank"
     import pandas as pd
-    mine, rank = collector.frame(), dist.get_rank()
-    frames = None if rank else [None]*dist.get_world_size()
-    dist.gather_object(mine.assign(rank=rank), frames)
+    group = group or dist.group.WORLD
+    first, mine = dist.get_global_rank(group, 0), collector.frame().assign(rank=dist.get_rank())
+    frames = [None]*dist.get_world_size(group) if dist.get_rank() == first else None
+    dist.gather_object(mine, frames, first, group)
     return None if frames is None else pd.concat(frames, ignore_index=True)

@@ -18,10 +18,11 @@ def nvfp4_scale(
     amax:Tensor, # largest magnitude of each tile
     top:Tensor, # that of the whole matrix
     fmt, # a FloatFormat: E2M1
+    tiles:Tensor=None, # not looked at
 )->Tensor: # like amax: what the tile is divided by
     "A scale in E4M3 for each tile, times one FP32 number that brings the largest of them to 448"
     e4m3 = get_format('e4m3')
-    one = top/fmt.max/e4m3.max
+    one = top/(fmt.max*e4m3.max)
     return quantize((amax/fmt.max/one).clamp(min=e4m3.tiny), e4m3)*one
 
 # %% ../nbs/28_fourbits.ipynb #7f107620

@@ -18,30 +18,32 @@ import torch, torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .emulate import is_product
 from .formats import e8m0, get_format
 from .half import refuse_script
 from .rounding import quantize
 from .scaler import LossScaler
-from .tensorcore import PRODUCTS, WHOLE_LAYERS
+from .tensorcore import is_composite, open_op, WHOLE_LAYERS
 
 # %% ../nbs/27_fp8.ipynb #d8f295c8
 def no_scale(
     amax:Tensor, # largest magnitude of each tile
     top:Tensor, # of the whole matrix, for scales of scales
     fmt, # a FloatFormat
+    tiles:Tensor=None, # the numbers themselves, for rules that need more than amax
 )->Tensor: # like amax: what the tile is divided by
     "The numbers as they are"
     return torch.ones_like(amax)
 
 def fp32_scale(
-    amax:Tensor, top:Tensor, fmt, # as for `no_scale`
+    amax:Tensor, top:Tensor, fmt, tiles:Tensor=None, # as for `no_scale`
 )->Tensor: # like amax
     "Brings the largest number of a tile to the format's largest"
     return amax/fmt.max
 
 # %% ../nbs/27_fp8.ipynb #019de24a
 def e8m0_up(
-    amax:Tensor, top:Tensor, fmt, # as for `no_scale`
+    amax:Tensor, top:Tensor, fmt, tiles:Tensor=None, # as for `no_scale`
 )->Tensor: # like amax, powers of two
     "The smallest power of two with which nothing is cut: ⌈log2(amax/largest)⌉"
     mantissa, exponent = torch.frexp(amax/fmt.max)
@@ -49,7 +51,7 @@ def e8m0_up(
     return torch.ldexp(torch.ones_like(amax), exponent.clamp(e8m0.emin, e8m0.emax))
 
 def e8m0_floor(
-    amax:Tensor, top:Tensor, fmt, # as for `no_scale`
+    amax:Tensor, top:Tensor, fmt, tiles:Tensor=None, # as for `no_scale`
 )->Tensor: # like amax, powers of two
     "The text of the OCP standard: ⌊log2 amax⌋ less the exponent of the format's largest number"
     exponent = torch.frexp(amax).exponent - 1 - fmt.emax
@@ -61,7 +63,7 @@ class Cast:
     "How a tensor gets into few bits. A tile with an infinity or a NaN becomes NaN"
     fmt: str = 'e4m3'           # of the entries
     tile: tuple = None          # (rows, columns) that share a scale; columns None: whole rows; None: the whole tensor
-    scale: Callable = no_scale  # (amax of each tile, amax of the matrix, format) -> what to divide by
+    scale: Callable = no_scale  # (amax of each tile, of the matrix, format, tiles) -> what to divide by
     rounding: str = 'nearest'   # as for `quantize`
 
     @property
@@ -80,13 +82,14 @@ class Cast:
         "Entries on the format's grid, and the scales that divided them, both in tiles"
         fmt, t = get_format(self.fmt), self.tiles(x.detach().float())
         amax = t.abs().amax((-3, -1), keepdim=True)
-        scale = self.scale(amax, amax.nan_to_num(0., 0.).amax((-4, -3, -2, -1), True), fmt)
+        scale = self.scale(amax, amax.nan_to_num(0., 0.).amax((-4, -3, -2, -1), True), fmt, t)
         scale = torch.where((amax > 0) & (scale > 0), scale, 1.)        # a tile of zeros
         scale = scale.masked_fill(~amax.isfinite(), torch.nan)
         return quantize((t/scale).nan_to_num(), fmt, self.rounding), scale
 
     def __call__(self, x):
         "What the cast makes of x: (…, rows, columns), in float32"
+        if not x.numel(): return x.float()
         entries, scale = self.parts(x)
         y = entries*scale
         if self.tile is None: return y.view(x.shape)
@@ -104,7 +107,7 @@ class DelayedScale(nn.Module):
         self.once, self.used = once, None
         self.register_buffer('history', torch.zeros(history))
 
-    def forward(self, amax, top, fmt):
+    def forward(self, amax, top, fmt, tiles=None):
         "As `fp32_scale`, but of past entries; in training, remember this one, unless it is 0, infinite or NaN"
         if self.once and torch._C._current_graph_task_id() != -1: return self.used
         largest = self.history.max()
@@ -117,10 +120,11 @@ class DelayedScale(nn.Module):
 @torch.no_grad()
 def reduce_amax(
     model:nn.Module, # out of `simulate_fp8`, also in DDP
-    group=None, # of processes; all of them unless given
+    group=None, # of processes; None: DDP's own, or all of them
 ):
     "After the backward pass: every rank takes the largest entries of all ranks. In one process nothing happens"
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()): return
+    group = group or getattr(model, 'process_group', None)
     for m in model.modules():
         if not isinstance(m, DelayedScale): continue
         torch.distributed.all_reduce(m.history, torch.distributed.ReduceOp.MAX, group=group)
@@ -189,7 +193,7 @@ def fp8_matmul(
     "a @ b, and backward, with operands in few bits"
     if a.dim() == 1: return fp8_matmul(a[None], b, recipe).squeeze(-2 if b.dim() > 1 else 0)
     if b.dim() == 1: return fp8_matmul(a, b[:, None], recipe).squeeze(-1)
-    rows = a if b.dim() > 2 else a.reshape(-1, a.shape[-1])     # of all batches: they lie in one sum
+    rows = a if b.dim() > 2 else a.flatten(0, -2)     # of all batches: they lie in one sum
     y = _computed(lambda a, b: _Product.apply(a, b, recipe), rows, b)
     return y if b.dim() > 2 else y.view(*a.shape[:-1], y.shape[-1])
 
@@ -227,7 +231,7 @@ def _convolution(op, input, weight, bias=None, *args, recipe, **kwargs):
     y = _computed(product, input, weight)
     return y if bias is None else y + bias.to(y.dtype).view(-1, *[1]*(weight.dim() - 2))
 
-def _share_scale(amax, top, fmt): return torch.full_like(amax, 2.**-fmt.emax)     # attention's shares lie in [0, 1]
+def _share_scale(amax, top, fmt, tiles): return torch.full_like(amax, 2.**-fmt.emax)     # attention's shares lie in [0, 1]
 
 def fp8_attention(
     q:Tensor, k:Tensor, v:Tensor, # as for `F.scaled_dot_product_attention`
@@ -249,18 +253,62 @@ def fp8_attention(
 #| code-fold: true
 def _addmm(c, a, b, recipe): return c + fp8_matmul(a, b, recipe)
 
+def _grouped_mm(a, b, offs=None, *, recipe, **_):
+    "Rows in groups, each with a matrix of its own: the experts of a mixture"
+    if offs is None: return fp8_matmul(a, b, recipe)
+    *groups, rest = a.tensor_split(offs.tolist())       # rows behind the last group belong to nobody
+    ys = [fp8_matmul(rows, w, recipe) for rows, w in zip(groups, b)]
+    return torch.cat([*ys, rest.new_zeros(len(rest), b.shape[-1])])
+
 _PLAIN = dict.fromkeys(('matmul', 'mm', 'bmm', '__matmul__'), fp8_matmul) | dict(addmm=_addmm)
 _CONVOLUTIONS = {f'conv{t}{n}d': partial(_convolution, getattr(F, f'conv{t}{n}d'))
                  for t in ('', '_transpose') for n in (1, 2, 3)}
-_CALLS = _PLAIN | _CONVOLUTIONS | dict(linear=fp8_linear, scaled_dot_product_attention=fp8_attention)
+_LAYERS_OF_WEIGHTS = _CONVOLUTIONS | dict(linear=fp8_linear, _grouped_mm=_grouped_mm)
+_CALLS = _PLAIN | _LAYERS_OF_WEIGHTS | dict(scaled_dot_product_attention=fp8_attention)
 
-_MHA = F.multi_head_attention_forward       # opened, it does not hand itself to a mode in one piece
-_OPENED = type(_MHA)(_MHA.__code__, vars(F) | dict(has_torch_function=lambda *_: False), 'opened', _MHA.__defaults__)
+# %% ../nbs/27_fp8.ipynb #27mha001
+#| code-fold: true
+def _hidden(attn_mask, key_padding_mask, q):
+    "Both masks of torch's attention layer as one that is added to the scores; True hides"
+    masks = [m for m in (attn_mask, key_padding_mask) if m is not None]
+    if not masks: return None
+    if q.dim() == 4 and attn_mask is not None and attn_mask.dim() == 3: masks[0] = attn_mask.unflatten(0, (len(q), -1))
+    if q.dim() == 4 and key_padding_mask is not None: masks[-1] = key_padding_mask[:, None, None]
+    added = [m if m.is_floating_point() else q.new_zeros(m.shape).masked_fill(m, -torch.inf) for m in masks]
+    return sum(added)
+
+def _multi_head(query, key, value, dim, heads, weight, bias, bias_k, bias_v, add_zero_attn, dropout_p, out_weight,
+                out_bias, training=True, key_padding_mask=None, need_weights=True, attn_mask=None,
+                use_separate_proj_weight=False, q_proj_weight=None, k_proj_weight=None, v_proj_weight=None,
+                static_k=None, static_v=None, average_attn_weights=True, is_causal=False):
+    "`F.multi_head_attention_forward`, which hands itself to a mode in one piece, as functions that a mode sees"
+    if add_zero_attn or any(t is not None for t in (bias_k, static_k, static_v)): raise ValueError(
+        'Attention with add_bias_kv, add_zero_attn or static_k is not converted to few bits: name its module in keep=.')
+    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else weight.chunk(3)
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    projected = [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases)]
+    q, k, v = [t.unflatten(-1, (heads, -1)).movedim(0, -2) for t in projected]
+    mask, p, share = _hidden(attn_mask, key_padding_mask, q), dropout_p*training, None
+    if need_weights:
+        scores = q @ k.mT*q.shape[-1]**-.5
+        share = F.dropout((scores if mask is None else scores + mask).softmax(-1), p)
+        y = share @ v
+        if average_attn_weights: share = share.mean(-3)
+    else: y = F.scaled_dot_product_attention(q, k, v, mask, p)
+    return F.linear(y.movedim(-2, 0).flatten(-2), out_weight, out_bias), share
 
 # %% ../nbs/27_fp8.ipynb #94e7a86e
+def _place(t):
+    "Where a tensor's numbers lie: a view of a weight lies where the weight does"
+    return t.untyped_storage().data_ptr() if isinstance(t, Tensor) and t.layout is torch.strided else None
+
 class _Products(torch.overrides.TorchFunctionMode):
     "Inside, the functions in `_CALLS` take their operands in few bits"
     name = recipe = None        # of the module that computes; without a recipe nothing is converted
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention, self.weights = attention, set()     # False: products without a weight stay; where weights lie
 
     @contextmanager
     def at(self, name, recipe):
@@ -269,14 +317,31 @@ class _Products(torch.overrides.TorchFunctionMode):
         try: yield
         finally: self.name, self.recipe = before
 
+    def computed(self, args): return not any(_place(t) in self.weights for t in args)
+
+    def stays(self, name, args):
+        "Is it one of attention's products, and are they left alone?"
+        product = name == 'scaled_dot_product_attention' or name in _PLAIN and self.computed(args)
+        return product and not self.attention
+
+    def fits(self, name, args, kwargs):
+        "Does its twin know this call?"
+        r, xs = self.recipe, [a for a in args if isinstance(a, Tensor)]
+        if name in _CONVOLUTIONS: known = r.x.symmetric and r.w.symmetric      # no tiles
+        elif name in _PLAIN: known = not kwargs                 # operands or `out=` given by name
+        elif name == '_grouped_mm':
+            more = kwargs.get('bias') is not None or kwargs.get('out_dtype') is not None
+            known = len(args) in (2, 3) and args[1].dim() == 3 and not more
+        else: known = True
+        return known and xs and xs[0].is_floating_point() and all(x.layout is torch.strided for x in xs)
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, kwargs, r = getattr(func, '__name__', None), kwargs or {}, self.recipe
-        if func is _MHA:
-            with self: return _OPENED(*args, **kwargs)
-        if r is None or name not in _CALLS: return func(*args, **kwargs)
-        no_tiles = name in _CONVOLUTIONS and not (r.x.symmetric and r.w.symmetric)
-        no_place = not args or name in _PLAIN and kwargs        # operands or `out=` given by name
-        if no_tiles or no_place or not args[0].is_floating_point(): return func(*args, **kwargs)
+        if r and func is F.multi_head_attention_forward:
+            with self: return _multi_head(*args, **kwargs)
+        if r and self.stays(name, args):
+            with self.at(self.name, None): return func(*args, **kwargs)
+        if not (r and name in _CALLS and self.fits(name, args, kwargs)): return func(*args, **kwargs)
         with self.at(self.name, None): return _CALLS[name](*args, recipe=r, **kwargs)
 
 _REFUSAL = ('Module {!r} computes {}, which is not converted to few bits: write it with linear, matmul, a convolution '
@@ -288,16 +353,26 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.mode = mode
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        forward = torch._C._current_graph_task_id() == -1
-        if forward and self.mode.recipe and (func in PRODUCTS or func in WHOLE_LAYERS):
-            raise ValueError(_REFUSAL.format(self.mode.name or 'the model itself', func._overloadpacket.__name__))
-        return func(*args, **(kwargs or {}))
+    def multiplies(self, func, args):
+        "A product that is to be converted? Of an op that is not torch's own nobody knows"
+        xs = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
+        unknown = func.namespace not in ('aten', 'prim', 'prims') and len(xs) > 1
+        product = is_product(func, args) or func in WHOLE_LAYERS or unknown
+        return product and (self.mode.attention or not self.mode.computed(xs))
 
-def _inside(mode, name, recipe, forward, *args, **kwargs):
-    "A module's forward, within the mode; what a kept module calls is kept"
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, forward = kwargs or {}, torch._C._current_graph_task_id() == -1
+        if not (forward and self.mode.recipe): return func(*args, **kwargs)
+        if func not in WHOLE_LAYERS and is_composite(func): return open_op(self, func, args, kwargs)    # in inference mode
+        if self.multiplies(func, args):
+            raise ValueError(_REFUSAL.format(self.mode.name or 'the model itself', func._overloadpacket.__name__))
+        return func(*args, **kwargs)
+
+def _inside(mode, module, name, recipe, forward, *args, **kwargs):
+    "A module's forward, within the mode"
     if mode.name is not None:
-        with mode.at(name, mode.recipe and recipe): return forward(*args, **kwargs)
+        with mode.at(name, recipe): return forward(*args, **kwargs)
+    mode.weights = {_place(p) for p in module.parameters()} - {None}
     with mode, _Watch(mode), mode.at(name, recipe): return forward(*args, **kwargs)
 
 # %% ../nbs/27_fp8.ipynb #cc8b8d92
@@ -305,10 +380,18 @@ _LAYERS = nn.Linear, nn.modules.conv._ConvNd       # where delayed scales are ke
 _LOOKUPS = nn.Embedding, nn.EmbeddingBag           # which multiply nothing
 _SEALED = nn.RNNBase, nn.RNNCellBase, nn.Bilinear  # products that no mode sees
 
+def _in_whole(name, patterns):
+    "Does a pattern match the module, or one that it is a part of?"
+    parts = name.split('.')
+    wholes = ['.'.join(parts[:i]) for i in range(len(parts) + 1)]
+    return any(fnmatch(w, p) for w in wholes for p in patterns)
+
 def simulate_fp8(
     model:nn.Module, # any; it is not changed
     recipe=Recipe(), # a Recipe, or a name in `RECIPES`
-    keep=(), # patterns of names: these modules stay as they are, say 'head' or 'blocks.0.*'
+    keep=(), # patterns of names: these modules and their parts stay as they are, say 'head' or 'blocks.0.*'
+    filter:Callable=None, # (module, name) -> is what this module itself computes converted? None: in all of them
+    attention:bool=True, # False: attention's two products, and others without a weight, stay as they are
 )->nn.Module: # a copy with the same parameters; `.not_converted` names its modules that stay in FP32
     "Every linear layer, attention, convolution and product in a model's forward in few bits, or a ValueError"
     refuse_script(model)
@@ -318,16 +401,16 @@ def simulate_fp8(
     names, keep = [n for n, _ in model.named_modules()], [keep] if isinstance(keep, str) else [*keep]
     for p in keep:
         if not any(fnmatch(n, p) for n in names): raise ValueError(f'keep={p!r} matches no module: there are {names}.')
-    model, mode = deepcopy(model), _Products()
+    model, mode = deepcopy(model), _Products(attention)
     model.not_converted = {}
     for name, m in [*model.named_modules()]:
-        stays = any(fnmatch(name, p) for p in keep)
+        stays = _in_whole(name, keep) or not (filter is None or filter(m, name))
         if isinstance(m, _SEALED) and not stays:
             raise ValueError(_REFUSAL.format(name or 'the model itself', f'a {type(m).__name__} in one piece'))
-        if stays and [*m.parameters()] or isinstance(m, _LOOKUPS): model.not_converted[name] = type(m).__name__
+        if stays and [*m.parameters(recurse=False)] or isinstance(m, _LOOKUPS): model.not_converted[name] = type(m).__name__
         own = None if stays else recipe
         if own and recipe.history and isinstance(m, _LAYERS):
             m.fp8_casts = nn.ModuleDict({k: DelayedScale(recipe.history, once=k != 'g') for k in 'xwg'})
             own = replace(recipe, **{k: Cast(getattr(recipe, k).fmt, scale=m.fp8_casts[k]) for k in 'xwg'})
-        m.forward = update_wrapper(partial(_inside, mode, name, own, m.forward), m.forward)
+        m.forward = update_wrapper(partial(_inside, mode, m, name, own, m.forward), m.forward)
     return model

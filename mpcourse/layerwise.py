@@ -176,12 +176,12 @@ def count(self:LayerwiseWatch,
     kept.keep()                                              # reading a parametrized weight changes them
     w, k = layer.weight.detach(), contraction(layer)
     kept.put_back(torch.ones(()))
-    norm = torch.linalg.vector_norm
+    n, s, norm = self.scaler.layers[i], self.sums, torch.linalg.vector_norm
+    s['numel', n] = s.get(('numel', n), 0.) + g.numel()
+    if not g.numel()*w.numel(): return                       # an expert without tokens
     squares = norm(g, dtype=torch.float32).square()*w.float().square().mean()*k/2
     peak = norm(g, inf, dtype=torch.float32)*w.abs().amax()*k
-    n, s = self.scaler.layers[i], self.sums
     s['squares', n] = s.get(('squares', n), 0.) + squares
-    s['numel', n] = s.get(('numel', n), 0.) + g.numel()
     s['amax', 'peak', n] = peak.maximum(s.get(('amax', 'peak', n), torch.zeros_like(peak)))
     s['amax', 'carried', n] = carried
 

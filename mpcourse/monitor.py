@@ -213,7 +213,8 @@ def tensor_stats(
 )->Tensor: # (tensors, names) float32, on their device
     "Statistics of tensors, without waiting for the device"
     names = validate_choice(names, STATISTICS, 'statistic')
-    return sums_to_stats(torch.stack([tensor_sums(t) for t in tensors]), names).float()
+    sums = [tensor_sums(t) for t in tensors]
+    return sums_to_stats(torch.stack(sums) if sums else torch.zeros(0, 9), names).float()
 
 # %% ../nbs/18_monitor.ipynb #18m00042
 LOWEST, HIGHEST = -149, 128 # octaves of FP32, its subnormals too; the last one is infinity and NaN

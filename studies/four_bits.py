@@ -17,7 +17,7 @@ from mpcourse.toys import char_text
 FULL, PLAIN, MX, FLOOR = [FP4_RECIPES[k] for k in ('nvfp4', 'nvfp4_plain', 'mxfp4', 'mxfp4_floor')]
 
 
-def block_scale(amax, top, fmt):
+def block_scale(amax, top, fmt, tiles):
     "A scale in E4M3 for each tile, and none for the tensor"
     return quantize((amax/fmt.max).clamp(min=2.**-9), 'e4m3')
 

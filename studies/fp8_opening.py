@@ -22,11 +22,11 @@ def scaled_step(scale):
     return step
 
 
-def train(recipe, seed, scale=1., keep=()):
-    "Mean of the last ten training losses; recipe None is FP32"
+def train(recipe, seed, scale=1., **how):
+    "Mean of the last ten training losses; recipe None is FP32; `how` is for `simulate_fp8`"
     toy = get_toy('char_lm')
     model = toy.model(seed)
-    if recipe: model = simulate_fp8(model, recipe, keep)
+    if recipe: model = simulate_fp8(model, recipe, **how)
     data = batches(toy.data(), toy.bs, STEPS, seed)
     losses = fit(model, data, toy.opt(model.parameters()), step=scaled_step(scale))['loss']
     return dict(loss=sum(losses[-10:])/10)
@@ -35,8 +35,8 @@ def train(recipe, seed, scale=1., keep=()):
 def run(row, seed):
     "Mean of the last ten training losses"
     if row == 'FP32': return train(None, seed)
-    how = {} if 'each' not in row else dict(scale=fp32_scale)
-    return train(Recipe(*[Cast('e4m3', **how) for _ in range(3)]), seed, 2.**16 if '2^16' in row else 1.)
+    scale = {} if 'each' not in row else dict(scale=fp32_scale)
+    return train(Recipe(*[Cast('e4m3', **scale) for _ in range(3)]), seed, 2.**16 if '2^16' in row else 1.)
 
 
 if __name__ == '__main__':

@@ -1,25 +1,22 @@
-"""Which toy parts the recipes for eight bits, and which does not? (chapter 27)
+"""Which toy parts the recipes for eight bits, and which does not? (chapter 27; on text: `fp8_text.py`)
 
-`gpt`: `char_lm` of chapter 03, 80 steps, the mean of the last ten training losses. `plain` and `outlier`: a small
-residual net learns what a fixed net computes, 400 steps, its error on new inputs; in `outlier` one input in sixteen is
-2^16 times larger (or as it says), and a norm behind the first layer takes that out again. The last layer of this net stays in FP32.
-`unit` is the unit-scaled transformer of chapter 26, with a learning rate of its own: compare it with its own FP32.
+`plain` and `outlier`: a small residual net learns what a fixed net computes, 400 steps, its error on new inputs; in
+`outlier` one input in sixteen is 2^16 times larger (or as it says), and a norm behind the first layer takes that out
+again. The last layer of this net stays in FP32. `unit` is the unit-scaled transformer of chapter 26, with a learning
+rate of its own: compare it with its own FP32. No net here but `unit` has attention; there its products are converted too.
 """
 import torch, torch.nn.functional as F
 from torch import nn
 
-from fp8_opening import train
 from mpcourse.fp8 import Cast, Recipe, simulate_fp8
 from mpcourse.toys import batches, char_text, fit, seeded
 
 E4M3 = Recipe(g=Cast('e4m3'))
-TEXT = {k: k for k in ('tensorwise', 'delayed', 'rowwise', 'block', 'mx', 'mx_floor')}
-TEXT = {'FP32': None} | TEXT | {'mx_floor, readout in FP32': 'mx_floor'}
 PLAIN = {'FP32': None, 'E4M3, no scale': E4M3, 'tensorwise': 'tensorwise', 'mx': 'mx', 'mx_floor': 'mx_floor'}
 OUTLIER = {'FP32': None} | {k: k for k in ('tensorwise', 'delayed', 'rowwise', 'block', 'mx', 'mx_floor')}
 UNIT = {'FP32': None, 'E4M3, no scale': E4M3}
 SOME = {'FP32': None, 'tensorwise': 'tensorwise', 'mx': 'mx'}
-TASKS = dict(gpt=TEXT, plain=PLAIN, outlier=OUTLIER, unit=UNIT) | {f'outlier 2^{k}': SOME for k in (8, 12, 14)}
+TASKS = dict(plain=PLAIN, outlier=OUTLIER, unit=UNIT) | {f'outlier 2^{k}': SOME for k in (8, 12, 14)}
 ROWS = [f'{task}: {name}' for task, recipes in TASKS.items() for name in recipes]
 SEEDS = range(5)
 
@@ -75,10 +72,9 @@ def unit_scaled(recipe, seed, steps=80):
 
 
 def run(row, seed):
-    "A training loss (gpt, unit), or an error on new inputs"
+    "A training loss (unit), or an error on new inputs"
     task, name = row.split(': ')
     recipe = TASKS[task][name]
-    if task == 'gpt': return train(recipe, seed, keep='head' if 'readout' in name else ())
     if task == 'unit': return unit_scaled(recipe, seed)
     return student(recipe, 2.**int(task.partition('^')[2] or 16) if 'outlier' in task else 1., seed)
 

@@ -6,9 +6,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mpcourse.accumulate import running_mean
-from mpcourse.distributed import run_ranks, running_mean_hook, stochastic_hook
+from mpcourse.callback import Learner, quiet_fit, tensor_dls
+from mpcourse.checkpoint import CheckpointCB, choose_common_step, read_training_state, save_training_state
+from mpcourse.distributed import gather_frames, run_ranks, running_mean_hook, stochastic_hook
 from mpcourse.dynamic import DynamicScaler
+from mpcourse.fp8 import Cast, Recipe, reduce_amax, simulate_fp8
 from mpcourse.gradscaler import GradScaler
+from mpcourse.monitor import TensorCollector
 from mpcourse.step import MixedStep
 
 try: import cloudpickle
@@ -55,7 +59,8 @@ def test_a_group_decides_together_and_nobody_else(size):
 def through(grads, hook, seed=None):
     model = nn.Linear(grads.shape[1], 1, bias=False)
     ddp = DDP(model)
-    ddp.register_comm_hook(None if seed is None else torch.Generator().manual_seed(seed + dist.get_rank()), hook)
+    own = () if seed is None else torch.Generator().manual_seed(seed + dist.get_rank())
+    ddp.register_comm_hook((ddp.process_group, own) if own else ddp.process_group, hook)
     ddp(grads[dist.get_rank()][None]).sum().backward()
     return model.weight.grad[0]
 
@@ -112,6 +117,79 @@ def test_a_training_with_half_gradients_stays_near_the_one_without():
     (a, b), (plain, _) = run_ranks(hooked, 2, running_mean_hook), run_ranks(hooked, 2, None)
     assert torch.equal(a, b) and not torch.equal(a, plain)
     assert (a - plain).abs().max() < .01*(plain - weights(net())).abs().max()
+
+
+# --- two groups of two: each collective is of the group that it serves ---
+
+def half_mean(hook):
+    "Gradients 1, 2 and 3, 4"
+    model, own = nn.Linear(1, 1, bias=False), torch.Generator().manual_seed(dist.get_rank())
+    ddp = DDP(model, process_group=dist.new_subgroups(2)[0])
+    ddp.register_comm_hook(ddp.process_group if hook is running_mean_hook else (ddp.process_group, own), hook)
+    ddp(torch.full((1, 1), dist.get_rank() + 1.)).sum().backward()
+    return model.weight.grad.item()
+
+
+@pytest.mark.parametrize('hook', [running_mean_hook, stochastic_hook])
+def test_a_hook_averages_over_the_ranks_of_its_model(hook): assert run_ranks(half_mean, 4, hook) == [1.5, 1.5, 3.5, 3.5]
+
+
+def with_a_generator_alone():
+    ddp = DDP(nn.Linear(1, 1, bias=False))
+    ddp.register_comm_hook(torch.Generator(), stochastic_hook)
+    try: ddp(torch.ones(1, 1)).sum().backward()
+    except Exception as e: return str(e)
+
+
+def test_a_hook_that_cannot_know_its_group_says_so(): assert all('process_group' in e for e in run_ranks(with_a_generator_alone))
+
+
+def gathered():
+    model, group = net(), dist.new_subgroups(2)[0]
+    with TensorCollector(model, every=1, kinds=['activation']) as collector:
+        model(batch(0)[0])
+        collector.step()
+    frame = gather_frames(collector, group)
+    return None if frame is None else sorted({*frame['rank']})
+
+
+def test_frames_are_gathered_in_a_group(): assert run_ranks(gathered, 4) == [[0, 1], None, [2, 3], None]
+
+
+def largest():
+    eight = simulate_fp8(nn.Linear(4, 4), Recipe(Cast(), Cast(), Cast('e5m2'), history=1))
+    ddp = DDP(eight, process_group=dist.new_subgroups(2)[0])
+    ddp(torch.full((1, 4), 2.**dist.get_rank())).sum().backward()
+    reduce_amax(ddp)
+    return eight.fp8_casts['x'].history.item()
+
+
+def test_a_delayed_scale_is_that_of_its_group(): assert run_ranks(largest, 4) == [2, 2, 8, 8]
+
+
+def resumed(folder, steps):
+    "Each rank's files are of these steps: the older one, and the one that was being written"
+    model, group, rank = net(), dist.new_subgroups(2)[0], dist.get_rank()
+    file, opt = folder/f'{rank}.ckpt', torch.optim.SGD(model.parameters(), lr=.1)
+    for path, i in zip((file, folder/f'{rank}.ckpt.next'), steps[rank]): save_training_state(path, model, opt, train_iter=i, done=False)
+    choose_common_step(file, group)
+    return read_training_state(file)['extra']['train_iter']
+
+
+def test_a_group_resumes_from_a_step_that_its_ranks_have(tmp_path):
+    assert run_ranks(resumed, 4, tmp_path, [(4, 8), (4,), (8, 12), (8, 12)]) == [4, 4, 12, 12]
+
+
+def fitted(folder):
+    "The second group trains twice as long"
+    x, y = batch(0, dist.get_rank())
+    model = DDP(net(), process_group=dist.new_subgroups(2)[0])
+    learn = Learner(tensor_dls((x, y), (x, y), 4), model, loss_func=F.cross_entropy, cbs=CheckpointCB(folder/'run.ckpt', 1))
+    quiet_fit(learn, 1 + dist.get_rank()//2)
+    return learn.train_iter
+
+
+def test_no_group_waits_for_another_ones_checkpoint(tmp_path): assert run_ranks(fitted, 4, tmp_path, timeout=20) == [2, 2, 4, 4]
 
 
 # --- uneven data ---

@@ -1,14 +1,15 @@
 """fast_half and emulate, op by op: against PyTorch's own half, against float64, and against written-out references."""
 import copy, io, pickle, threading, warnings
 from functools import partial
+from pathlib import Path
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack as modes
 from torch.utils.checkpoint import checkpoint
 
-from mpcourse.emulate import OP_KINDS, chunked_matmul, emulate, exact, exact_loss, op_kind
-from mpcourse.tensorcore import fast_half
+from mpcourse.emulate import OP_KINDS, chunked_matmul, emulate, exact, exact_loss, is_product, op_kind
+from mpcourse.tensorcore import fast_half, is_composite
 from mpcourse.formats import fp16, get_format, same_bits
 from mpcourse.rounding import quantize
 
@@ -867,6 +868,53 @@ def test_a_custom_op_is_a_result():
     lib.impl('third', lambda x: x/3, 'CPU')
     with emulate('e4m3'): y = torch.ops.mptest.third(X)
     assert same_bits(y, quantize(X/3, 'e4m3'))
+
+
+# ---------------------------------------------------------------- emulate: every product
+def operands(func):
+    "How many tensors the op reads"
+    args = func._schema.arguments
+    reads = [a for a in args if a.alias_info is None or not a.alias_info.is_write or a.name == 'self']
+    return sum('Tensor' in str(a.type) for a in reads) + any('List[Tensor]' in str(a.type) for a in reads)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason='the list of ops that are no products is of torch 2.13')
+def test_every_op_of_aten_that_reads_two_tensors_is_a_product_or_known_to_be_none():
+    "An op that a new version of torch brings is in neither list: look at it, and put it into one"
+    harmless, unknown = {*(Path(__file__).parent/'golden/no_products.txt').read_text().split()}, set()
+    for full in torch._C._dispatch_get_all_op_names():
+        space, _, name = full.partition('::')
+        name, _, overload = name.partition('.')
+        if space != 'aten' or name in harmless or name.startswith(('_foreach', '_fused_ad', '_fused_sgd')): continue
+        func = getattr(getattr(torch.ops.aten, name), overload or 'default')
+        opened = is_composite(func) or torch.Tag.pointwise in func.tags
+        if operands(func) > 1 and not opened and not is_product(func, [X]*7): unknown.add(name)
+    assert not unknown
+
+
+OFFS, ROWS = torch.tensor([2, 6], dtype=torch.int32), torch.tensor([[0, 1], [2, 3]])
+A8, B8 = rand(6, 8, dtype=torch.float32), rand(2, 8, 8, seed=1, dtype=torch.float32)
+RARE = dict(grouped=lambda q: F.grouped_mm(q(A8), q(B8), offs=OFFS), cdist=lambda q: torch.cdist(q(A8), q(B8[0])), cdist_mm=lambda q: torch.cdist(q(A8).repeat(9, 1), q(A8)),
+            bag=lambda q: F.embedding_bag(ROWS, q(A8), mode='sum', per_sample_weights=q(A8[:2, :2])))
+
+
+@pytest.mark.parametrize('name', RARE)
+def test_rare_products_round_what_goes_in_and_have_no_sum_of_few_bits(name):
+    q, f = partial(quantize, fmt='e4m3'), RARE[name]
+    if name == 'grouped' and not hasattr(F, 'grouped_mm'): pytest.skip('torch 2.10')
+    with emulate('e4m3'): got = f(lambda t: t)
+    assert same_bits(got, q(f(q))) and not same_bits(got, q(f(lambda t: t)))
+    with emulate('e4m3', accumulate='e8m13'), pytest.raises(NotImplementedError, match='cannot look into aten'): f(lambda t: t)
+
+
+def test_a_bag_without_weights_is_no_product():
+    with emulate('e4m3', accumulate='e8m13'): got = F.embedding_bag(ROWS, A8, mode='sum')
+    assert same_bits(got, quantize(F.embedding_bag(ROWS, A8, mode='sum'), 'e4m3'))
+
+
+def test_sparse_tensors_are_refused_in_a_sentence():
+    for f in (lambda: A8.to_sparse() @ A8.T, lambda: torch.sparse.mm(A8.to_sparse(), A8.T), lambda: A8.to_sparse_csr() @ A8.T):
+        with emulate('e4m3'), pytest.raises(ValueError, match='to_dense'): f()
 
 
 # ---------------------------------------------------------------- emulate: nesting, exact, the loss

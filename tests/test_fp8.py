@@ -337,12 +337,94 @@ def test_products_in_somebodys_forward_convert():
     assert 0 < off(simulate_fp8(towers)(*args), towers(*args)) < .5
 
 
-@pytest.mark.parametrize('need_weights', [False, True])
-def test_torchs_own_attention_layer_converts(need_weights):
-    m = nn.MultiheadAttention(32, 4, batch_first=True)
-    eight, x = simulate_fp8(m), r(2, 6, 32)
-    y, want = eight(x, x, x, need_weights=need_weights)[0], m(x, x, x, need_weights=need_weights)[0]
-    assert .01 < off(y, want) < .2
+HIDE = torch.ones(6, 6, dtype=torch.bool).triu(1)
+LAST = torch.tensor([[False]*5 + [True], [False]*6])
+LAYERS = {'plain': ({}, {}), 'without weights': ({}, dict(need_weights=False)), 'a mask': ({}, dict(attn_mask=HIDE)), 'added': ({}, dict(attn_mask=r(6, 6))),
+          'a mask a head': ({}, dict(attn_mask=r(8, 6, 6), need_weights=False)), 'padding': ({}, dict(key_padding_mask=LAST)), 'both': ({}, dict(attn_mask=HIDE, key_padding_mask=LAST, need_weights=False)),
+          'each head': ({}, dict(average_attn_weights=False)), 'causal': ({}, dict(attn_mask=HIDE, is_causal=True, need_weights=False)), 'other sizes': (dict(kdim=8, vdim=16), {}), 'no bias': (dict(bias=False), {}), 'dropout': (dict(dropout=.3), {})}
+EXACT = Recipe(*[Cast('fp32')]*3)
+
+
+@pytest.mark.parametrize('batched', [True, False])
+@pytest.mark.parametrize('name', LAYERS)
+def test_torchs_own_attention_layer_converts(name, batched):
+    "In FP32 it is torch's own, with every argument; in few bits it is near"
+    (how, call), sizes = LAYERS[name], {}
+    m = nn.MultiheadAttention(32, 4, batch_first=True, **how)
+    xs = [r(2, 6, n) for n in (32, m.kdim, m.vdim)] if how.get('kdim') else [r(2, 6, 32)]*3
+    if not batched:
+        xs, call = [x[0] for x in xs], dict(call)
+        if 'key_padding_mask' in call: call['key_padding_mask'] = LAST[0]
+        if name == 'a mask a head': call['attn_mask'] = call['attn_mask'][:4]
+    def run(layer):
+        torch.manual_seed(1)
+        return layer(*xs, **call)
+    (want, share), (got, same) = run(m), run(simulate_fp8(m, EXACT))
+    torch.testing.assert_close(got, want)
+    if share is None: assert same is None
+    else: torch.testing.assert_close(same, share)
+    if name != 'dropout': assert .01 < off(run(simulate_fp8(m))[0], want) < .2
+
+
+@pytest.mark.parametrize('how', [dict(add_bias_kv=True), dict(add_zero_attn=True)])
+def test_what_the_attention_layer_cannot_do_is_refused(how):
+    m, x = nn.Sequential(nn.MultiheadAttention(32, 4, **how)), r(6, 2, 32)
+    with pytest.raises(ValueError, match='add_bias_kv'): simulate_fp8(m)[0](x, x, x)
+    assert torch.equal(simulate_fp8(m, keep='0')[0](x, x, x)[0], m[0](x, x, x)[0])
+
+
+class Attends(nn.Module):
+    "Attention in any writing, between linear layers"
+    def __init__(self, product):
+        super().__init__()
+        self.qkv, self.out, self.product = nn.Linear(16, 48), nn.Linear(16, 16), product
+    def forward(self, x): return self.out(self.product(*self.qkv(x).chunk(3, -1)))
+
+
+WRITINGS = {'sdpa': F.scaled_dot_product_attention, '@': lambda q, k, v: (q @ k.mT/4).softmax(-1) @ v, 'bmm': lambda q, k, v: q.bmm(k.mT).softmax(-1).bmm(v),
+            'einsum': lambda q, k, v: torch.einsum('bij,bjk->bik', torch.einsum('bik,bjk->bij', q, k).softmax(-1), v)}
+
+
+@pytest.mark.parametrize('writing', WRITINGS)
+def test_attention_can_be_left_alone_while_its_linear_layers_are_converted(writing):
+    m, x, f = Attends(WRITINGS[writing]), r(2, 6, 16), WRITINGS[writing]
+    want = fp8_linear(f(*fp8_linear(x, m.qkv.weight, m.qkv.bias).chunk(3, -1)), m.out.weight, m.out.bias)
+    for inference in (True, False):
+        with torch.inference_mode(inference): assert torch.equal(simulate_fp8(m, attention=False)(x), want)
+    if writing != 'einsum': assert not torch.equal(simulate_fp8(m)(x), want)
+
+
+def test_left_alone_are_products_without_a_weight_only():
+    x = r(4, 8)
+    class By(nn.Module):
+        def __init__(self, f): super().__init__(); self.w, self.f = nn.Parameter(r(8, 8)), f
+        def forward(self, x): return self.f(x, self.w)
+    m = By(lambda x, w: x @ w.T)
+    assert torch.equal(simulate_fp8(m, attention=False)(x), fp8_matmul(x, m.w.T)), 'a product with a weight is a layer'
+    for inference in (True, False):
+        with torch.inference_mode(inference), pytest.raises(ValueError, match='computes bmm'):
+            simulate_fp8(By(lambda x, w: torch.einsum('ni,oi->no', x, w)), attention=False)(x)
+
+
+@pytest.mark.parametrize('need_weights', [True, False])
+def test_torchs_attention_layer_without_its_products(need_weights):
+    m, x = nn.MultiheadAttention(32, 4, batch_first=True), r(2, 6, 32)
+    alone, all_of_it = [simulate_fp8(m, attention=a)(x, x, x, need_weights=need_weights)[0] for a in (False, True)]
+    q, k, v = [fp8_linear(x, w, b).unflatten(-1, (4, 8)).transpose(1, 2) for w, b in zip(m.in_proj_weight.chunk(3), m.in_proj_bias.chunk(3))]
+    y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(alone, fp8_linear(y, m.out_proj.weight, m.out_proj.bias), rtol=.02, atol=.02)
+    assert not torch.equal(alone, all_of_it)
+
+
+def test_a_filter_asks_module_by_module():
+    m, x = nn.Sequential(Attends(WRITINGS['@']), nn.Linear(16, 16)), r(2, 6, 16)
+    asked = []
+    linears = simulate_fp8(m, filter=lambda m, name: asked.append(name) or isinstance(m, nn.Linear))
+    assert asked == ['', '0', '0.qkv', '0.out', '1'] and linears.not_converted == {}
+    assert torch.equal(linears(x), simulate_fp8(m, attention=False)(x))
+    some = simulate_fp8(m, filter=lambda m, name: name != '0.qkv')
+    assert some.not_converted == {'0.qkv': 'Linear'} and torch.equal(some(x), simulate_fp8(m, keep='0.qkv')(x))
+    assert simulate_fp8(m, filter=lambda m, name: True, keep='0').not_converted == {'0.qkv': 'Linear', '0.out': 'Linear'}
 
 
 @pytest.mark.parametrize('train', [True, False])
@@ -377,7 +459,20 @@ REFUSED = {'einsum': lambda x: torch.einsum('ij,kj->ik', x, x), 'tensordot': lam
            'in place': lambda x: torch.zeros(8, 8).addmm_(x, x), 'bilinear': lambda x: F.bilinear(x, x, x[None]), 'mv': lambda x: x.mv(x[0]),
            'by name': lambda x: torch.matmul(x, other=x), 'all by name': lambda x: F.linear(input=x, weight=x),
            'complex': lambda x: ((x + 0j) @ (x + 0j)).real, 'integer': lambda x: ((99*x).long() @ (99*x).long()).float(),
-           'an op of aten': lambda x: torch.ops.aten.mm.default(x, x), 'out': lambda x: torch.matmul(x, x, out=x.clone()), 'alpha': lambda x: torch.addmm(x, x, x, alpha=2)}
+           'cdist': lambda x: torch.cdist(x, x), 'cdist by mm': lambda x: torch.cdist(x.repeat(9, 1), x), 'sparse': lambda x: x.to_sparse() @ x, 'sparse.mm': lambda x: torch.sparse.mm(x.to_sparse(), x),
+           'sparse linear': lambda x: F.linear(x, x.to_sparse()), 'weighted bag': lambda x: F.embedding_bag(torch.tensor([[0, 1]]), x, mode='sum', per_sample_weights=x[:1, :2]),
+           'groups of columns': lambda x: torch._grouped_mm(x, x, torch.tensor([4, 8], dtype=torch.int32)), 'somebody\'s op': lambda x: torch.ops.mpfp8.own(x, x), 'an op of aten': lambda x: torch.ops.aten.mm.default(x, x), 'out': lambda x: torch.matmul(x, x, out=x.clone()), 'alpha': lambda x: torch.addmm(x, x, x, alpha=2)}
+
+
+LIB = torch.library.Library('mpfp8', 'FRAGMENT')
+LIB.define('own(Tensor x, Tensor y) -> Tensor')
+LIB.impl('own', lambda x, y: x @ y, 'CompositeExplicitAutograd')
+
+
+@pytest.mark.parametrize('name', ['einsum', 'cdist', 'weighted bag'])
+def test_in_inference_mode_too(name):
+    model, x = nn.Sequential(Does(REFUSED[name])), r(8, 8)
+    with torch.inference_mode(), pytest.raises(ValueError, match='not converted'): simulate_fp8(model)(x)
 
 
 @pytest.mark.parametrize('name', REFUSED)
@@ -446,6 +541,40 @@ def test_checkpointing_changes_nothing(reentrant, name):
             out.append(x.grad)
         found[again] = out + list(net.state_dict().values())
     assert all(map(torch.equal, found[True], found[False]))
+
+
+@pytest.mark.skipif(not hasattr(F, 'grouped_mm'), reason='torch 2.10 brought it')
+@EVERY
+def test_grouped_products_are_those_of_each_group(name):
+    "The experts of a mixture, one of which has no rows"
+    w, x, g, ends = nn.Parameter(r(3, 8, 16)), r(10, 8, requires_grad=True), r(10, 16), [4, 4, 10]
+    offs = torch.tensor(ends, dtype=torch.int32)
+    class Experts(nn.Module):
+        def __init__(self): super().__init__(); self.w = w
+        def forward(self, x): return F.grouped_mm(x, self.w, offs=offs)
+    for attention in (True, False):
+        y = simulate_fp8(Experts(), name, attention=attention)(x)
+        want = torch.cat([fp8_matmul(p, m, RECIPES[name]) for p, m in zip(x.split([4, 0, 6]), w)])
+        assert torch.equal(y, want) and 0 < off(y, F.grouped_mm(x, w, offs=offs)) < .2
+        model = simulate_fp8(Experts(), name)
+        assert all(map(torch.equal, torch.autograd.grad(model(x), [x, model.w], g), torch.autograd.grad(want, [x, w], g)))
+    cubes = simulate_fp8(nn.Sequential(Does(lambda x: F.grouped_mm(x, x.mT))), name)(x.detach().view(2, 5, 8))
+    assert torch.equal(cubes, fp8_matmul(x.view(2, 5, 8), x.view(2, 5, 8).mT, RECIPES[name]))
+
+
+@pytest.mark.parametrize('where', [Cast(), Cast(tile=(1, 32), scale=e8m0_up), Cast(tile=(128, 128), scale=fp32_scale), Cast(tile=(1, None), scale=fp32_scale)])
+@pytest.mark.parametrize('shape', [(0, 8), (8, 0), (0, 0), (2, 0, 8)])
+def test_nothing_is_cast_to_nothing(where, shape): assert where(torch.zeros(shape)).shape == shape
+
+
+@EVERY
+def test_an_expert_without_tokens_trains_on(name):
+    experts, x = simulate_fp8(nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), name), r(6, 8)
+    y = torch.cat([e(x[at]) for e, at in zip(experts, (slice(0, 4), slice(4, 6), slice(0, 0)))])
+    y.square().sum().backward()
+    assert y.isfinite().all() and not experts[2].weight.grad.any() and experts[0].weight.grad.any()
+    attention = simulate_fp8(nn.Sequential(Does(lambda x: F.scaled_dot_product_attention(x, x, x))), name)
+    assert attention(torch.zeros(2, 0, 8)).shape == (2, 0, 8) and attention(torch.zeros(0, 3, 8)).shape == (0, 3, 8)
 
 
 # --- delayed scales in somebody's program ---

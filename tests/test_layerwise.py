@@ -250,6 +250,17 @@ def test_zeros_and_infinities_say_nothing():
     assert (scaler.factors == 2**8).all() and torch.allclose(scaler.bounds, torch.tensor(65504e6))
 
 
+@pytest.mark.parametrize('parts', [[0, 1, 0], [0, 0, 0]])
+def test_an_expert_without_tokens_has_no_factor_and_stops_nobody(parts):
+    class Experts(nn.Module):
+        def __init__(self): super().__init__(); self.e, self.none = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(0, 8)
+        def forward(self, x): return torch.cat([e(x[:8*n]) for e, n in zip(self.e, parts)] + [self.none(x[:, :0])])
+    model = Experts()
+    scaler, opt = LayerwiseScaler(model), torch.optim.SGD(model.parameters(), .1)
+    for _ in range(2): r = MixedStep(scaler)(model, torch.randn(8, 8), torch.randn(8*(sum(parts) + 1), 8), opt, F.mse_loss)
+    assert not r['skipped'] and [f > 0 for f in scaler.by_layer().values()] == [n > 0 for n in (*parts, 0)]
+
+
 # --- overflow, hold, resume ---
 
 def test_an_overflow_skips_and_lowers_scale_and_ceiling_until_it_is_gone():

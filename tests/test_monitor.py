@@ -237,6 +237,7 @@ def test_statistics_of_what_is_not_finite():
     a, b = (dict(zip(NAMES, r.tolist())) for r in tensor_stats([x, y], NAMES))
     assert a['overflow'] == pytest.approx(.001) and a['norm'] == a['max'] == a['mean'] == math.inf and a['min'] == 1
     assert b['overflow'] == pytest.approx(1/600) and b['zeros'] == pytest.approx(598/600) and math.isnan(b['norm']) and math.isnan(b['max'])
+    assert tensor_stats([], NAMES).shape == tensor_stats(torch.zeros(0, 8), NAMES).shape == (0, len(NAMES))
     many = tensor_stats([torch.full((512*512*2 + 3,), math.inf), torch.empty(0), torch.ones(3)], NAMES)
     assert many[0, NAMES.index('overflow')] == 1 and many[1].isnan().all() and many[2, 0] == pytest.approx(3**.5)
 

@@ -1,0 +1,23 @@
+"""What do the recipes for eight bits cost the course's GPT? (chapter 27)
+
+`char_lm` of chapter 03, 80 steps; the loss is the mean of the last ten. As in torchao and TransformerEngine, linear
+layers are converted and attention's two products are not, except where a row says `attention too`.
+"""
+from fp8_opening import train
+
+RECIPE = {k: k for k in ('tensorwise', 'delayed', 'rowwise', 'block', 'mx', 'mx_floor')}
+RECIPE |= {'mx_floor, readout in FP32': 'mx_floor', 'tensorwise, attention too': 'tensorwise', 'mx, attention too': 'mx'}
+ROWS = ['gpt: FP32', *[f'gpt: {name}' for name in RECIPE]]
+SEEDS = range(5)
+
+
+def run(row, seed):
+    "Mean of the last ten training losses"
+    name = row.removeprefix('gpt: ')
+    keep = 'head' if 'readout' in name else ()
+    return train(RECIPE.get(name), seed, keep=keep, attention='attention' in name)
+
+
+if __name__ == '__main__':
+    from runner import main
+    main(run, ROWS, SEEDS)
