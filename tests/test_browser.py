@@ -171,12 +171,22 @@ def lab_settings(folder):
     return folder
 
 
+def write_keys(nbs):
+    "A notebook with a figure between two headings"
+    from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, writes
+    shown = "Live('number_line', dict(fmt='fp16', w=1., k=-12, mode='nearest'), plt.subplots()[0])"
+    cells = [new_markdown_cell('# A'), new_code_cell(f'import matplotlib.pyplot as plt\nfrom mpcourse.plots import Live\n{shown}'),
+             *(new_markdown_cell(f'# {c}') for c in 'BCDE')]
+    (nbs/'keys.ipynb').write_text(writes(new_notebook(cells=cells)), encoding='utf-8')
+
+
 @pytest.fixture(scope='module')
 def lab(tmp_path_factory):
     "A JupyterLab on a copy of the notebooks; its address"
     pytest.importorskip('jupyterlab')
     tmp = tmp_path_factory.mktemp('lab')
     shutil.copytree(ROOT/'nbs', tmp/'nbs', symlinks=True, ignore=shutil.ignore_patterns('.ipynb_checkpoints'))
+    write_keys(tmp/'nbs')
     port = free_port()
     env = {**os.environ, 'JUPYTERLAB_SETTINGS_DIR': str(lab_settings(tmp/'settings')), 'JUPYTERLAB_WORKSPACES_DIR': str(tmp/'workspaces'),
            'JUPYTER_CONFIG_DIR': str(tmp/'config'), 'IPYTHONDIR': str(tmp/'ipython'), 'OMP_NUM_THREADS': '1'}
@@ -239,7 +249,7 @@ def drag(page, handle, dx):
     page.mouse.up()
 
 
-def state(widget):
+def state_of(widget):
     "What a widget shows: its controls' readouts, and its picture or text"
     readouts = widget.locator('.widget-readout').all_inner_texts()
     return readouts, widget.locator('.widget-html-content').last.inner_html()
@@ -248,7 +258,7 @@ def state(widget):
 def changed(page, widget, before, seconds=15):
     "Wait until both readouts and picture differ from before"
     for _ in range(int(seconds*5)):
-        now = state(widget)
+        now = state_of(widget)
         if now[0] != before[0] and now[1] != before[1]: return True
         page.wait_for_timeout(200)
     return False
@@ -256,7 +266,7 @@ def changed(page, widget, before, seconds=15):
 
 def slides(page, widget, handle):
     "Whether dragging a handle to either side, or by its keys, changes data and picture"
-    before = state(widget)
+    before = state_of(widget)
     for dx in (60, -120):
         drag(page, handle, dx)
         if changed(page, widget, before, 5): return True
@@ -283,6 +293,23 @@ def test_sliders_move_in_jupyterlab(browser, lab, path):
         live, before = page.locator('.mpx').first, page.locator('.mpx .says').first.inner_text()
         live.locator('button', has_text='halve').click()
         assert page.locator('.mpx .says').first.inner_text() != before
+    finally: page.close()
+
+
+def test_arrow_keys_move_a_figure_and_not_the_notebook_in_jupyterlab(browser, lab):
+    page = browser.new_page()
+    try:
+        run_all_cells(page, lab, 'keys.ipynb')
+        box, active = page.locator('.mpx'), page.locator('.jp-Notebook-cell.jp-mod-active')
+        def state():
+            return (box.evaluate('b => [...b.querySelectorAll("input")].map(e => [e.value, e.checked])'),
+                    active.evaluate('e => [...e.parentElement.children].indexOf(e)'))
+        for control in box.locator('input[type=range], input[type=radio]:checked').all():
+            box.scroll_into_view_if_needed()
+            control.focus()
+            before = state()
+            page.keyboard.press('ArrowRight')
+            assert state()[0] != before[0] and state()[1] == before[1]
     finally: page.close()
 
 

@@ -66,7 +66,8 @@ export function mount(root, data) {
         gone ? { class: 'gone', stroke: 'var(--bad)' } : { opacity: .6 }));
       if (!gone) parts.push(line(at, y(level(ys[i])), at + unit, y(level(ys[i])), 'var(--fg)', { 'stroke-width': 2 }));
     });
-    parts.push(words(left, base + 20, `bars: the numbers; lines: ${width < 500 ? 'their casts' : 'what the cast makes of them'}; hollow, red: zero`));
+    parts.push(words(left, base + 20, width < 500 ? 'bars: numbers; lines: their casts; hollow: zero'
+      : 'bars: the numbers; lines: what the cast makes of them; hollow, red: zero'));
     el.plot.setAttribute('width', width);
     el.plot.replaceChildren(...parts);
     const { lost, error } = harm(xs, ys, data.at);
