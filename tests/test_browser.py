@@ -249,7 +249,7 @@ def drag(page, handle, dx):
     page.mouse.up()
 
 
-def state_of(widget):
+def state(widget):
     "What a widget shows: its controls' readouts, and its picture or text"
     readouts = widget.locator('.widget-readout').all_inner_texts()
     return readouts, widget.locator('.widget-html-content').last.inner_html()
@@ -258,7 +258,7 @@ def state_of(widget):
 def changed(page, widget, before, seconds=15):
     "Wait until both readouts and picture differ from before"
     for _ in range(int(seconds*5)):
-        now = state_of(widget)
+        now = state(widget)
         if now[0] != before[0] and now[1] != before[1]: return True
         page.wait_for_timeout(200)
     return False
@@ -266,7 +266,7 @@ def changed(page, widget, before, seconds=15):
 
 def slides(page, widget, handle):
     "Whether dragging a handle to either side, or by its keys, changes data and picture"
-    before = state_of(widget)
+    before = state(widget)
     for dx in (60, -120):
         drag(page, handle, dx)
         if changed(page, widget, before, 5): return True
@@ -301,15 +301,15 @@ def test_arrow_keys_move_a_figure_and_not_the_notebook_in_jupyterlab(browser, la
     try:
         run_all_cells(page, lab, 'keys.ipynb')
         box, active = page.locator('.mpx'), page.locator('.jp-Notebook-cell.jp-mod-active')
-        def state():
+        def now():
             return (box.evaluate('b => [...b.querySelectorAll("input")].map(e => [e.value, e.checked])'),
                     active.evaluate('e => [...e.parentElement.children].indexOf(e)'))
         for control in box.locator('input[type=range], input[type=radio]:checked').all():
             box.scroll_into_view_if_needed()
             control.focus()
-            before = state()
+            before = now()
             page.keyboard.press('ArrowRight')
-            assert state()[0] != before[0] and state()[1] == before[1]
+            assert now()[0] != before[0] and now()[1] == before[1]
     finally: page.close()
 
 
