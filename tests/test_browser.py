@@ -120,6 +120,12 @@ def test_page_moves_offline(browser, course_pages, path):
         page.close()
 
 
+SQUEEZED = '''() => [
+    ...[...document.querySelectorAll('main figure img')].filter(i => i.offsetParent && i.getBoundingClientRect().width < 500).map(i => i.alt),
+    ...[...document.querySelectorAll('main tr')].filter(r => r.getBoundingClientRect().height > 400).map(r => r.textContent),
+    ...[...document.querySelectorAll('main td:first-child code')].filter(c => /^\\w+$/.test(c.textContent) && c.getClientRects().length > 1).map(c => c.textContent)]'''
+
+
 @pytest.mark.parametrize('path', NBS, ids=lambda p: p.stem)
 def test_page_shows_offline_on_desktop_and_phone(browser, course_pages, path):
     file = course_pages/f'{path.stem}.html'
@@ -130,6 +136,7 @@ def test_page_shows_offline_on_desktop_and_phone(browser, course_pages, path):
             page.set_viewport_size({'width': width, 'height': 900})
             assert page.evaluate('document.documentElement.scrollWidth') <= width, f'the page is wider than {width} pixels'
             assert page.locator('h1').bounding_box()['width'] > 200
+        assert page.evaluate(SQUEEZED) == [], 'too small to be read on a phone'
         broken = page.evaluate('[...document.images].filter(i => i.complete && !i.naturalWidth).length')
         small = page.evaluate('[...document.querySelectorAll("math")].filter(m => m.offsetParent && m.getBoundingClientRect().width < 2).length')
         assert broken == 0 and small == 0 and asked == [] and problems == []
