@@ -312,7 +312,8 @@ def add_exercises(
     sub, # the parser's sub-commands
 ):
     "The grammar of `mpcourse exercises`; what follows is read by the tool itself"
-    e = sub.add_parser('exercises', help='for who teaches: list, strip, mark, self', description=exercises_command.__doc__)
+    e = sub.add_parser('exercises', help='for who teaches: list, strip, mark, self',
+                       description=exercises_command.__doc__)
     e.add_argument('rest', nargs=argparse.REMAINDER, metavar='list | strip OUT | mark FILE | self',
                    help='each has its own --help')
     e.set_defaults(func=exercises_command)
