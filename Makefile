@@ -56,6 +56,7 @@ readme: .venv/.installed ## README.md from nbs/index.ipynb
 	  echo "mpcourse needs Python 3.10 or newer, and $(PYTHON) is not: name another one, as in make course PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing into .venv; the first time this takes a few minutes."
-	@test -z "$$TORCH_INDEX" || $(BIN)/python -m pip install -qq --index-url "$$TORCH_INDEX" "$$(sed -n 's/^dev_requirements = \([^ ]*\).*/\1/p' settings.ini)"
+	@test -z "$$TORCH_INDEX" || $(BIN)/python -m pip install -qq --index-url "$$TORCH_INDEX" torchvision \
+	  "$$(sed -n 's/^dev_requirements = \([^ ]*\).*/\1/p' settings.ini)" # fastai asks for torchvision: a build for another torch does not import
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]'
 	@touch $@

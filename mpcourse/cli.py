@@ -9,7 +9,7 @@ __all__ = ['doctor_command', 'RequestError', 'names_in', 'storm_from', 'plot_fil
            'add_exercises', 'make_parser', 'tell_once', 'main']
 
 # %% ../nbs/92_cli.ipynb #f3dd68d4
-import argparse, importlib, json, re, runpy, sys, time, warnings
+import argparse, importlib, json, os, re, runpy, sys, time, warnings
 from functools import partial
 from pathlib import Path
 
@@ -98,11 +98,11 @@ def replay_command(
         path = plot_file(args.out)
         trace, start = storm_from(args), parse_number(args.start) if args.start else None
         flight = replay(asked_policies(names_in(args.policies)), trace, start)
-        print(f'{trace}. Scales as powers of two; flushed: share of the non-zero gradients that end as zero.\n')
-        print(flight.table().to_string(float_format=lambda v: f'{v:.3g}'))
-        for name,why in flight.stopped.items(): print(f'{name} gave up at {why}')
-        print(f'\nThe plot is in {draw(flight, path)}.')
     except (ValueError, OSError) as e: raise RequestError(str(e)) from e
+    print(f'{trace}. Scales as powers of two; flushed: share of the non-zero gradients that end as zero.\n')
+    print(flight.table().to_string(float_format=lambda v: f'{v:.3g}'))
+    for name,why in flight.stopped.items(): print(f'{name} gave up at {why}')
+    print(f'\nThe plot is in {draw(flight, path)}.')
     return 0
 
 # %% ../nbs/92_cli.ipynb #7d6c15be
@@ -312,9 +312,10 @@ def add_exercises(
     sub, # the parser's sub-commands
 ):
     "The grammar of `mpcourse exercises`; what follows is read by the tool itself"
-    e = sub.add_parser('exercises', help='for who teaches: list, strip, mark, self', add_help=False,
+    e = sub.add_parser('exercises', help='for who teaches: list, strip, mark, self',
                        description=exercises_command.__doc__)
-    e.add_argument('rest', nargs=argparse.REMAINDER)
+    e.add_argument('rest', nargs=argparse.REMAINDER, metavar='list | strip OUT | mark FILE | self',
+                   help='each has its own --help')
     e.set_defaults(func=exercises_command)
 
 # %% ../nbs/92_cli.ipynb #0637dd3d
@@ -350,7 +351,12 @@ def main(
     try:
         with warnings.catch_warnings():
             warnings.showwarning = partial(tell_once, set())
-            return args.func(args)
+            code = args.func(args)
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:                 # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # or Python would complain at its end
+        return 141                          # as a shell has it
     except KeyboardInterrupt:
         print('Stopped; what had ended is kept.', file=sys.stderr)
         return 130

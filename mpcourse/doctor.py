@@ -152,8 +152,10 @@ def recommend(
                                               'with a loss scaler where its three extra bits of fraction matter.')
     elif gpu and r.fp16_speed > 1.5: out.append('FP16 is fast here and BF16 is not: train in FP16 with a loss scaler.')
     elif gpu: out.append('Neither FP16 nor BF16 is faster than FP32 here: train in FP32 unless memory is short.')
-    if r.torchvision: out.append(f'torchvision does not import ({r.torchvision}): install the build that matches torch '
-                                 f'{r.versions["torch"]}, or remove it; the course does not need it.')
+    if r.torchvision:
+        out.append(f'torchvision does not import ({r.torchvision}), so `from fastai.vision.all import *` cannot work: '
+                   f'install the build that matches torch {r.versions["torch"]}, from the same index as torch. '
+                   'The course does not need it.')
     return out
 
 # %% ../nbs/91_doctor.ipynb #999d6b07

@@ -125,6 +125,7 @@ def _octave(x):
 def window_data(
     nets:dict, # {net: {step: {layer: its gradient, FP32, without a loss scale}}}
     formats=('fp16', 'bf16', 'e4m3', 'e5m2'), # to choose from
+    what='gradients of the weights of', # what they are, before the names of the layers
 )->dict: # what `Live('window', …)` of chapter 90 draws
     "Gradients counted in bins that no format's edge cuts, at any power of two as the loss scale"
     formats = {f: get_format(f) for f in formats}
@@ -143,7 +144,7 @@ def window_data(
     def drawn(name, steps):
         rows = [[row(g) for g in layers.values()] for layers in steps.values()]
         return dict(name=name, layers=[*next(iter(steps.values()))], steps=[*steps], rows=rows)
-    return dict(bins=len(cuts), formats={f: described(f, fmt) for f, fmt in formats.items()},
+    return dict(what=what, bins=len(cuts), formats={f: described(f, fmt) for f, fmt in formats.items()},
                 nets=[drawn(name, steps) for name, steps in nets.items()])
 
 # %% ../nbs/04_failures.ipynb #f2804e64

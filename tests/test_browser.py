@@ -120,6 +120,12 @@ def test_page_moves_offline(browser, course_pages, path):
         page.close()
 
 
+SQUEEZED = '''() => [
+    ...[...document.querySelectorAll('main figure img')].filter(i => i.offsetParent && i.getBoundingClientRect().width < 500).map(i => i.alt),
+    ...[...document.querySelectorAll('main tr')].filter(r => r.getBoundingClientRect().height > 400).map(r => r.textContent),
+    ...[...document.querySelectorAll('main td:first-child code')].filter(c => /^\\w+$/.test(c.textContent) && c.getClientRects().length > 1).map(c => c.textContent)]'''
+
+
 @pytest.mark.parametrize('path', NBS, ids=lambda p: p.stem)
 def test_page_shows_offline_on_desktop_and_phone(browser, course_pages, path):
     file = course_pages/f'{path.stem}.html'
@@ -130,6 +136,7 @@ def test_page_shows_offline_on_desktop_and_phone(browser, course_pages, path):
             page.set_viewport_size({'width': width, 'height': 900})
             assert page.evaluate('document.documentElement.scrollWidth') <= width, f'the page is wider than {width} pixels'
             assert page.locator('h1').bounding_box()['width'] > 200
+        assert page.evaluate(SQUEEZED) == [], 'too small to be read on a phone'
         broken = page.evaluate('[...document.images].filter(i => i.complete && !i.naturalWidth).length')
         small = page.evaluate('[...document.querySelectorAll("math")].filter(m => m.offsetParent && m.getBoundingClientRect().width < 2).length')
         assert broken == 0 and small == 0 and asked == [] and problems == []
@@ -171,12 +178,22 @@ def lab_settings(folder):
     return folder
 
 
+def write_keys(nbs):
+    "A notebook with a figure between two headings"
+    from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, writes
+    shown = "Live('number_line', dict(fmt='fp16', w=1., k=-12, mode='nearest'), plt.subplots()[0])"
+    cells = [new_markdown_cell('# A'), new_code_cell(f'import matplotlib.pyplot as plt\nfrom mpcourse.plots import Live\n{shown}'),
+             *(new_markdown_cell(f'# {c}') for c in 'BCDE')]
+    (nbs/'keys.ipynb').write_text(writes(new_notebook(cells=cells)), encoding='utf-8')
+
+
 @pytest.fixture(scope='module')
 def lab(tmp_path_factory):
     "A JupyterLab on a copy of the notebooks; its address"
     pytest.importorskip('jupyterlab')
     tmp = tmp_path_factory.mktemp('lab')
     shutil.copytree(ROOT/'nbs', tmp/'nbs', symlinks=True, ignore=shutil.ignore_patterns('.ipynb_checkpoints'))
+    write_keys(tmp/'nbs')
     port = free_port()
     env = {**os.environ, 'JUPYTERLAB_SETTINGS_DIR': str(lab_settings(tmp/'settings')), 'JUPYTERLAB_WORKSPACES_DIR': str(tmp/'workspaces'),
            'JUPYTER_CONFIG_DIR': str(tmp/'config'), 'IPYTHONDIR': str(tmp/'ipython'), 'OMP_NUM_THREADS': '1'}
@@ -283,6 +300,23 @@ def test_sliders_move_in_jupyterlab(browser, lab, path):
         live, before = page.locator('.mpx').first, page.locator('.mpx .says').first.inner_text()
         live.locator('button', has_text='halve').click()
         assert page.locator('.mpx .says').first.inner_text() != before
+    finally: page.close()
+
+
+def test_arrow_keys_move_a_figure_and_not_the_notebook_in_jupyterlab(browser, lab):
+    page = browser.new_page()
+    try:
+        run_all_cells(page, lab, 'keys.ipynb')
+        box, active = page.locator('.mpx'), page.locator('.jp-Notebook-cell.jp-mod-active')
+        def now():
+            return (box.evaluate('b => [...b.querySelectorAll("input")].map(e => [e.value, e.checked])'),
+                    active.evaluate('e => [...e.parentElement.children].indexOf(e)'))
+        for control in box.locator('input[type=range], input[type=radio]:checked').all():
+            box.scroll_into_view_if_needed()
+            control.focus()
+            before = now()
+            page.keyboard.press('ArrowRight')
+            assert now()[0] != before[0] and now()[1] == before[1]
     finally: page.close()
 
 

@@ -103,7 +103,8 @@ def test_only_what_changed_runs_again(small_course, command, capsys):
 def test_a_module_behind_a_module_counts(small_course, tmp_path):
     pkg = tmp_path/'pkg'
     pkg.mkdir()
-    for name, text in dict(one='from .two import x', two='def f():\n    from mpcourse.three import y', three='y = 1', four='z = 1').items():
+    for name, text in dict(one='from .two import x\nimport_module("mpcourse.five")', two='def f():\n    from mpcourse.three import y', three='y = 1', four='z = 1',
+                           five='a = 1').items():
         (pkg/f'{name}.py').write_text(text)
     path = small_course(_01_a=['# A', '%matplotlib inline\nfrom mpcourse.one import x'])/'01_a.ipynb'
     old = claims.code_hash(path, pkg)
@@ -111,8 +112,10 @@ def test_a_module_behind_a_module_counts(small_course, tmp_path):
     assert claims.code_hash(path, pkg) == old
     (pkg/'three.py').write_text('"What y is"\ny = 1      # one')          # a docstring, a comment: nothing else runs
     assert claims.code_hash(path, pkg) == old
-    (pkg/'three.py').write_text('y = 2')
-    assert claims.code_hash(path, pkg) != old
+    for name, text in dict(three='y = 2', five='a = 2').items():
+        (pkg/f'{name}.py').write_text(text)
+        assert claims.code_hash(path, pkg) != old
+        old = claims.code_hash(path, pkg)
 
 
 def test_an_interrupted_run_goes_on(small_course, command):

@@ -1,5 +1,5 @@
 """`mpcourse replay` and `mpcourse compare`: what they print and write, and a sentence for each thing that cannot be."""
-import warnings
+import subprocess, sys, warnings
 from pathlib import Path
 
 import pytest
@@ -169,3 +169,21 @@ def test_check_runs_solutions_and_says_what_is_wrong(capsys, tmp_path, monkeypat
     for argv, said in ((['77', str(mine)], 'no chapter 77'), (['11', 'nowhere.py'], 'nowhere.py'), (['12', str(mine)], 'none of')):
         got, out, err = out_of(capsys, 'check', *argv)
         assert got == 2 and not out and said in err
+
+
+def test_exercises_help(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for argv, said in ((['--help'], 'list | strip OUT | mark FILE | self'), (['mark', '--help'], '--seconds')):
+        with pytest.raises(SystemExit) as e: main(['exercises', *argv])
+        assert e.value.code == 0 and said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('argv', [['exercises', 'list'], ['replay', '--storm', '0010']])
+def test_a_reader_that_has_seen_enough_is_no_traceback(argv, tmp_path):
+    "As with `| head`: the other end of the pipe is closed before anything is written"
+    cwd = ROOT if argv[0] == 'exercises' else tmp_path
+    p = subprocess.Popen([sys.executable, '-c', f'import sys; from mpcourse.cli import main; input(); sys.exit(main({argv}))'], cwd=cwd,
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    p.stdout.close()
+    _, err = p.communicate('go\n', timeout=120)
+    assert p.returncode == 141 and err == ''

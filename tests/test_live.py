@@ -252,7 +252,7 @@ DATA = dict(bits=dict(number='0.1', left='fp32', right='bf16'), number_line=dict
             bytes=dict(model='a net', params=10**5, kept=dict(FP32=2e5, masters=1e5)),
             blocks=dict(x=[.1*i for i in range(1, 65)], at=20, fmt='e2m1', block=16, k=5, rotates=True), chain=dict(widths=[64], tokens=4096),
             heat=dict(name='a net', what='zero', fmt=dict(name='fp16', color='#D55E00', low=-24, tiny=-14, top=16), layers=['a', 'b'],
-                      steps=[0, 1], share=[[0, 1], [.5, None]], loss=[1, 2], log2_scale=[0, 1], hists=[[[-8, 1, 2]]*2]*2))
+                      steps=[0, 1], share=[[.4, 1], [0, None]], loss=[1, 2], log2_scale=[0, 1], hists=[[[-8, 1, 2], [0]]]*2))
 
 
 @pytest.fixture(scope='module')
@@ -260,7 +260,7 @@ def page_of_all(tmp_path_factory):
     "A page with all eight, under the content security policy of the course's pages"
     import matplotlib.pyplot as plt
     g = torch.randn(500, generator=torch.Generator().manual_seed(0))*2.**-20
-    data = DATA | dict(window=window_data(dict(net={0: dict(a=g, b=g*2.**8)})))
+    data = DATA | dict(window=window_data(dict(net={0: dict(a=g, b=g*2.**8)}), what='gradients at the outputs of'))
     assert sorted(data) == DRAWN
     css = (ROOT/'nbs/styles.css').read_text() + (ROOT/'tools/templates/page.css').read_text()
     parts = ''.join(Live(name, d, plt.subplots()[0], f'still {name}').html for name, d in data.items())
@@ -271,6 +271,9 @@ def page_of_all(tmp_path_factory):
     return file
 
 
+OUTSIDE = """() => [...document.querySelectorAll('.mpx svg text')].filter(e => {
+    const r = e.getBoundingClientRect(), box = e.closest('.mpx').getBoundingClientRect();
+    return r.left < box.left || r.right > box.right}).map(e => e.textContent)"""
 NAMELESS = '''() => [...document.querySelectorAll('.mpx input, .mpx select, .mpx button')].filter(e =>
     !(e.labels?.length && e.labels[0].textContent.trim()) && !e.getAttribute('aria-label') && !e.textContent.trim()).length'''
 SMALL = '''() => [...document.querySelectorAll('.mpx label:not([hidden]), .mpx button, .mpx select')].filter(e => e.getBoundingClientRect().height < 24).length'''
@@ -289,7 +292,7 @@ def test_all_are_drawn_named_and_moved_by_the_keyboard(browser, page_of_all, wid
         assert page.locator('.mpx').count() == len(DRAWN) and problems == []
         assert page.locator('.mpx img').count() == 0                                   # the still pictures are gone
         assert page.evaluate(NAMELESS) == 0 and page.evaluate(SMALL) == 0
-        assert page.evaluate('document.documentElement.scrollWidth') <= width
+        assert page.evaluate('document.documentElement.scrollWidth') <= width and page.evaluate(OUTSIDE) == []
         for name in DRAWN:
             box = page.locator(f'[data-live={name}]')
             before, moved = box.inner_html(), False
@@ -338,5 +341,109 @@ def test_a_figure_begins_where_its_data_says(browser, tmp_path):
         before = blocks.locator('.says').inner_text()
         blocks.locator('input[value=yes]').check()
         assert blocks.locator('.says').inner_text() != before
-        assert all(word in heat.inner_text() for word in ('becomes zero', 'subnormal', 'FP16’s normal numbers'))
+        assert all(word in heat.inner_text() for word in ('zero: 40 %', 'subnormal', 'FP16’s normal numbers'))
     finally: page.close()
+
+
+# --- what is displayed, beside Python's numbers ---
+
+@pytest.fixture
+def figures(browser, page_of_all):
+    "A box by the name of its figure"
+    page = browser.new_page()
+    page.goto(page_of_all.as_uri())
+    yield lambda name: page.locator(f'[data-live={name}]')
+    page.close()
+
+
+def says(box): return box.locator('.says').inner_text()
+
+
+@pytest.mark.browser
+def test_the_window_tells_what_a_cast_makes_and_of_which_gradients(figures):
+    box, g = figures('window'), torch.randn(500, generator=torch.Generator().manual_seed(0))*2.**-20
+    assert box.locator('.layers').inner_text().startswith('gradients at the outputs of')
+    for i, layer, g in ((0, 'a', g), (1, 'b', g*2.**8)):
+        box.locator('.layers input').nth(i).check()
+        for k in (0, 9, 30):
+            box.get_by_label('log2 of the loss scale').fill(str(k))
+            lost, subnormal, _, overflow = fates(g, 'fp16', k)
+            told = re.findall(r'([\d,]+) \(', says(box))
+            assert told == [str(lost), str(subnormal), str(overflow)] and f'Of 500 non-zero gradients at the outputs of {layer},' in says(box)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize('number, fmt, text', [('nan', 'e2m1', '6, its largest number: it has no NaN'), ('inf', 'e2m1', '6, its largest number: it has no infinity'),
+    ('inf', 'e4m3', 'NaN, NaN'), ('70000', 'fp16', '∞, infinite'), ('100', 'e2m1', '6, normal, off by 94 %'), ('2^-24', 'fp16', '5.96046448e−8, subnormal')])
+def test_bits_tell_what_is_stored(figures, number, fmt, text):
+    box = figures('bits')
+    box.locator('select').first.select_option(fmt)
+    box.locator('input').fill(number)
+    box.locator('input').press('Enter')
+    assert box.locator('.code + div').first.inner_text() == text
+
+
+PATHS = """box => {
+    const svg = box.querySelector('svg[role=img]'), ticks = [...svg.querySelectorAll('text')];
+    const k = t => +t.querySelector('tspan').textContent.replace('−', '-'), y = t => +t.getAttribute('y') - 4;
+    const [a, b] = [ticks[0], ticks.at(-1)], octave = (y(b) - y(a))/(k(b) - k(a));
+    return [...svg.querySelectorAll('path')].map(p => [...p.getAttribute('d').matchAll(/(?:M[\\d.]+,|V)([\\d.]+)/g)].map(m => k(a) + (m[1] - y(a))/octave))}"""
+
+
+@pytest.mark.browser
+def test_curves_of_a_flight_stand_where_the_scales_are(figures):
+    box = figures('flight')
+    for policy in box.locator('input[type=checkbox]').all(): policy.check()
+    storm = {t: 'loss' for t in range(50, 60)}
+    drawn, names = box.evaluate(PATHS), ('torch', 'megatron', 'deepspeed', 'dynamic', 'floor', 'metaseq', 'measured', 'als')
+    rows = [r.inner_text() for r in box.locator('tbody tr').all()]
+    assert len(drawn) == len(rows) == len(names)
+    for name, heights, row in zip(names, drawn, rows):
+        path = flown(scaler_for(name, 2.**16, 20), DATA['flight']['amax'], storm)
+        assert max(abs(h - k) for h, k in zip(heights, path, strict=True)) < .05, name
+        assert f'2\n{min(path)}' in row.replace('\t', '\n') or f'2{min(path)}' in row, row
+
+
+@pytest.mark.browser
+def test_heat_draws_what_is_left_and_what_became_zero(figures):
+    "In one measure: bars of 40 % zero, and of one and two thirds of the rest"
+    box = figures('heat')
+    def heights(): return [float(r.get_attribute('height')) for r in box.locator('svg').last.locator('rect').all()[2:]]
+    low, high, zero = heights()
+    assert abs(low/zero - .2/.4) < 1e-6 and abs(high/zero - .4/.4) < 1e-6 and says(box).startswith('a, step 0: 40 % zero.')
+    box.get_by_role('slider', name='step').fill('1')
+    assert len(heights()) == 1 and says(box).startswith('a, step 1: 100 % zero.')
+    box.get_by_role('slider', name='layer').fill('1')
+    assert heights() == [] and says(box).startswith('b, step 1: no gradient.')
+
+
+@pytest.mark.browser
+def test_blocks_tell_and_mark_what_becomes_zero(figures):
+    box, x = figures('blocks'), torch.tensor(DATA['blocks']['x'], dtype=torch.float64)
+    for k in (5, 12):
+        box.get_by_label('the outlier is larger by').fill(str(k))
+        grown = x.clone()
+        grown[20] *= 2**k
+        tiles = grown.view(-1, 16)
+        scale = tiles.abs().amax(1, keepdim=True)/6
+        lost = int((quantize(tiles/scale, 'e2m1', overflow='saturate') == 0).sum())
+        assert f'{lost} of 63 numbers become zero' in says(box) and box.locator('rect.gone').count() == lost
+
+
+@pytest.mark.browser
+def test_the_number_line_and_the_bytes_tell_what_was_computed(figures):
+    line, sizes = figures('number_line'), figures('bytes')
+    line.get_by_role('button', name='a hundred steps').click()
+    assert 'The update is swallowed' in says(line) and 'moved by 0; in FP32 it would have moved by 0.0244140625' in says(line)
+    sizes.get_by_label('examples in a batch').fill('10')
+    rows = [r.inner_text().split('\t') for r in sizes.locator('tbody tr').all()]
+    assert rows[0][0] == 'FP32' and rows[0][-2:] == ['2.00 MB', '3.60 MB']      # 16 bytes a parameter, 2e5 an example
+
+
+@pytest.mark.browser
+def test_the_chain_tells_the_sizes(figures):
+    "torch's factor is √(1/3) a layer; backward, widths that alternate between 64 and 256 halve and double, beginning with a half"
+    box, factor = figures('chain'), math.log2(3**-.5)
+    forward, backward = 8*factor, 7*factor - 1 - math.log2(4096)
+    told = [float(v.replace('−', '-')) for v in re.findall(r'2 to the ([−\d.]+\d)', says(box))]
+    assert abs(told[0] - forward) < .06 and abs(told[1] - backward) < .06, told

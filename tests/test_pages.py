@@ -132,6 +132,19 @@ def test_directives_of_the_course_are_read_and_the_code_below_is_whole(path):
         assert all(isinstance(d.get(k, ''), str) for k in ('fig-cap', 'fig-alt'))
 
 
+@pytest.mark.parametrize('path', [p for p in NBS if p.stem not in ('11_step', '12_callback')], ids=lambda p: p.stem)
+def test_captions_have_exponents_and_no_carets(path):
+    for c in nbformat.read(path, as_version=4).cells:
+        d = P.directives(c.source)[0] if c.cell_type == 'code' else {}
+        assert not re.search(r'\d\^', d.get('fig-cap', '') + d.get('fig-alt', '')), c.id
+
+
+def test_questions_that_people_type_into_the_search_are_on_a_page(course_pages):
+    "The site's search looks for them as they are, in the text of a section"
+    if not (course_pages/'99_glossary.html').exists(): pytest.skip('this chapter has not been run: make course')
+    for asked in ('how do I choose a loss scale', 'epsilon nan', 'loss is nan'): assert asked in prose('99_glossary')
+
+
 @pytest.mark.parametrize('text, asked', [
     ('<img src="https://x.y/a.png">', 1), ("<script defer src='//x.y/a.js'></script>", 1), ('<style>@import "https://x.y/a.css";</style>', 1),
     ('<link rel="stylesheet" href="http://x.y/a.css">', 1), ('<p style="background:url(https://x.y/a.png)">', 1), ('<iframe src=https://x.y>', 1),

@@ -126,11 +126,18 @@ def test_a_good_chapter_has_its_number_and_no_banner():
     assert index.cells[0].source.startswith('# Toy\n')
 
 
+def test_each_name_of_the_library_has_a_heading_of_its_own_before_its_code():
+    code = '#| export\n_x = 1\ndef a(): pass\nclass B: pass\n@patch(as_prop=True)\ndef c(self:B): pass\ndef _d(): pass'
+    nb = SITE.for_site(notebook(new_code_cell(code), new_code_cell('def e(): pass'), new_code_cell('#| export\nx = 1')), CHAPTER)
+    title, links, heads, *rest = nb.cells
+    assert heads.source == '### a {.name}\n\n### B {.name}\n\n### B.c {.name}' and [c.cell_type for c in rest] == ['code']*3
+
+
 def test_a_failed_chapter_names_and_shows_its_failed_cells():
     bad = new_output('error', ename='ValueError', evalue='2 < 1', traceback=['\x1b[31mline\x1b[0m 1', '2 < 1'])
     nb = SITE.for_site(notebook(new_code_cell('x'), new_code_cell('#| hide\ny', outputs=[bad]), status='failed'), CHAPTER)
     title, banner, links, good, failed = nb.cells
-    assert title.source.startswith('# 07 · Toy (failed)\n') and title.source.endswith('\n- skip_showdoc: true')
+    assert title.source.startswith('# 07 · Toy (failed)\n')
     assert 'href="#failed-3"' in banner.source and 'ValueError: 2 &lt; 1' in banner.source
     assert failed.source == 'y' and 'mpcourse' not in nb.metadata and good.outputs == []
     assert failed.outputs[0].data['text/html'] == '<pre class="error" id="failed-3">line 1\n2 &lt; 1</pre>'
@@ -325,6 +332,7 @@ class TestSmallSite:
         html = (small_site/'formats.html').read_text()
         assert re.search(r'class="sidebar-[^>]*>\s*<span class="menu-text">90 · Plots', html)
         assert '/issues/new' in html and 'property="og:title"' in html and 'name="twitter:card"' in html
+        assert html.count('id="floatformat"') == 1 and '>source<' not in html
         assert 'rel="icon"' in html and (small_site/'emblem.svg').exists()
 
     def test_every_link_leads_somewhere(self, small_site):

@@ -96,10 +96,11 @@ def code_cells(path):
 def imported(
     code: str, # Python; lines of magic are left out
 ) -> set: # names of modules within the package
-    "Which modules of mpcourse a piece of code imports, at its top or within a function"
+    "Which modules of mpcourse a piece of code imports, at its top or within a function, or names in a text"
     plain = '\n'.join(line for line in code.splitlines() if not re.match(r'\s*[%!?]', line))
     names = set()
     for n in ast.walk(ast.parse(plain)):
+        if isinstance(n, ast.Constant): names |= set(re.findall(r'^mpcourse\.\w+$', str(n.value)))   # import_module('…')
         if isinstance(n, ast.Import): names |= {a.name for a in n.names if a.name.startswith('mpcourse.')}
         if not isinstance(n, ast.ImportFrom): continue
         base = n.module or ''

@@ -35,6 +35,7 @@ class Chapter:
     title: str       # its heading
     promise: str     # the quoted sentence under the heading
     module: str = '' # the module that it exports, if any
+    minutes: str = '' # to read it, if it says so
 
     @property
     def stem(self) -> str: return self.path.stem # the name that notebook and page share
@@ -45,7 +46,7 @@ class Chapter:
 
 def read_chapter(
     path: Path, # a notebook
-) -> Chapter: # its number, title, promise and module
+) -> Chapter: # its number, title, promise, module and minutes
     "Read a notebook's number from its name, the rest from its first cells"
     nb = nbformat.read(path, as_version=4)
     first = next((c.source for c in nb.cells if c.cell_type == 'markdown'), '')
@@ -53,7 +54,8 @@ def read_chapter(
     promise = ' '.join(re.findall(r'^> *(.*)$', first, re.M))
     module = next((m[1] for c in nb.cells if (m := re.match(r'#\| *default_exp +([\w.]+)', c.source))), '')
     number = re.match(r'(\d+)_', path.name)
-    return Chapter(path, number[1] if number else path.stem, title[1] if title else path.stem, promise, module)
+    minutes = next((m[1] for c in nb.cells if (m := re.search(r'(\d+) minutes to read', c.source))), '')
+    return Chapter(path, number[1] if number else path.stem, title[1] if title else path.stem, promise, module, minutes)
 
 
 def chapters(
@@ -90,14 +92,16 @@ def source_hash(
 def code_hash(
     nb: dict, # a notebook
 ) -> str: # twelve hexadecimal digits
-    "A fingerprint of what its cells call: modules of the library and those that they import, studies, Python and torch"
+    "A fingerprint of what its cells call: modules and those that they name, figures that move, studies, Python and torch"
     said = '\n'.join(c.source for c in nb.cells if c.cell_type == 'code')
     todo, files = set(re.findall(r'\bmpcourse\.(\w+)', said)), {}
     while todo:
         path = ROOT/f'mpcourse/{(name := todo.pop())}.py'
         if name in files or not path.exists(): continue
         files[name] = path.read_bytes()
-        todo |= set(re.findall(r'^ *from \.(\w+) import', files[name].decode(), re.M))
+        # at the top, within a function, or as a text for import_module
+        todo |= {m[1] for m in re.finditer(r'(?:^ *from \.|\bmpcourse\.)(\w+)', files[name].decode(), re.M)}
+    if 'Live(' in said: files |= {path.name: path.read_bytes() for path in (ROOT/'mpcourse/live').glob('*.mjs')}
     for path in sorted((ROOT/'studies').glob('*')):
         if path.stem in said and path.is_file(): files[path.name] = path.read_bytes()
     versions = sys.version, importlib.metadata.version('torch')

@@ -2,7 +2,7 @@
 
 A student's code runs in a process of its own with a time limit. It is code, and can do whatever you can: mark in a container.
 """
-import argparse, ast, contextlib, importlib, json, re, subprocess, sys
+import argparse, ast, contextlib, importlib, json, re, secrets, subprocess, sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,12 +139,13 @@ def answers(path):
 
 
 def in_process(e, code, seconds):
-    "`judge` in a process of its own"
+    "`judge` in a process of its own; its verdict follows a word that no answer knows, so that none can print one"
     call = [sys.executable, '-m', 'tools.exercises', 'judge', e.notebook.name[:2], e.name, e.check]
-    try: r = subprocess.run(call, input=code, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
+    word = secrets.token_hex(16)
+    try: r = subprocess.run(call, input=f'{word}\n{code}', capture_output=True, text=True, timeout=seconds, cwd=ROOT)
     except subprocess.TimeoutExpired: return dict(state='wrong', says=f'It takes longer than {seconds} s.')
-    last = r.stdout.strip().rpartition('\n')[2]
-    return json.loads(last) if last.startswith('{') else dict(state='wrong', says=f'Its process ended with {r.returncode}.')
+    verdict = r.stdout.rpartition(word)[2] if word in r.stdout else ''
+    return json.loads(verdict) if verdict else dict(state='wrong', says=f'Its process ended with {r.returncode}.')
 
 
 def mark(
@@ -181,7 +182,7 @@ def make_parser():
     m.add_argument('file', type=Path, help='10_scaler.ipynb, 10_mine.py')
     m.add_argument('--seconds', type=int, default=60, help='for each answer (%(default)s)')
     sub.add_parser('self', help='every solution passes, no stub does').add_argument('chapters', nargs='*', help='all, if none is given')
-    j = sub.add_parser('judge', help='one answer from the standard input')
+    j = sub.add_parser('judge', help='a word on a line, then one answer, from the standard input')
     j.add_argument('chapter')
     j.add_argument('name')
     j.add_argument('check')
@@ -207,8 +208,9 @@ def main(argv=None) -> int: # the exit code
         return int(bool(found))
     else:
         notebook = next(n for n in notebooks() if n.name.startswith(a.chapter))
-        with contextlib.redirect_stdout(sys.stderr): r = judge(notebook, a.name, a.check, sys.stdin.read())
-        print(json.dumps(r))
+        word, _, code = sys.stdin.read().partition('\n')
+        with contextlib.redirect_stdout(sys.stderr): r = judge(notebook, a.name, a.check, code)
+        print(word, json.dumps(r))
     return 0
 
 

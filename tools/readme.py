@@ -22,8 +22,7 @@ def chapter_table(
         if ch.number in heads:
             part, _, title = heads[ch.number]
             rows.append(f'| {f"**{part[5:]}**" if title else ""} | **{title or part}** | |  |')
-        minutes = re.search(r'(\d+) minutes to read', ch.path.read_text(encoding='utf-8'))
-        rows.append(f'| {ch.number} | [{ch.title}]({ch.path.name}) | {minutes[1] if minutes else ""} | {ch.promise} |')
+        rows.append(f'| {ch.number} | [{ch.title}]({ch.path.name}) | {ch.minutes} | {ch.promise} |')
     return '\n'.join(rows)
 
 

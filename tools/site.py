@@ -2,7 +2,7 @@
 
 nbdev and Quarto work in a copy of the project whose notebooks are the executed ones, so nothing under nbs/ changes.
 """
-import configparser, os, re, shutil, subprocess, sys, tempfile
+import ast, configparser, os, re, shutil, subprocess, sys, tempfile
 from functools import cache
 from html import escape, unescape
 from pathlib import Path
@@ -52,6 +52,24 @@ def site_source(
     return '#| exports\n#| classes: exported\n' + drop(plain, 'code-fold', 'code-summary')
 
 
+def names(
+    src: str, # a code cell's source
+) -> list: # 'fit', 'FloatFormat', 'FloatFormat.decode'
+    "The public functions and classes of an exported cell, and the methods that it adds to a class"
+    found = []
+    for node in ast.parse(directives(src)[1]).body if has(src, 'export', 'exports') else ():
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith('_'): continue
+        patched = any('patch' in ast.unparse(d) for d in node.decorator_list)
+        owner = re.match(r'\w+', ast.unparse(node.args.args[0].annotation))[0] + '.' if patched else ''
+        found.append(owner + node.name)
+    return found
+
+
+def heading_cell(names):
+    "What links, the search and the table of contents find; styles.css shows no more than the code that follows"
+    return new_markdown_cell('\n\n'.join(f'### {name} {{.name}}' for name in names))
+
+
 def html_output(html):
     "An output that Quarto leaves as it is; the attribute has no quotes, so that it does no harm within a widget's JSON"
     as_it_is = ''.join(html).replace('<table', '<table data-quarto-disable-processing=true')
@@ -81,7 +99,7 @@ def title_cell(cell, ch, failed):
     "The first cell with the chapter's number in its title, and a word where the chapter failed"
     number = f'{ch.number} · ' if ch.number.isdigit() else ''
     cell.source = re.sub(r'^# +(.+)$', rf'# {number}\1{" (failed)"*failed}', cell.source, count=1, flags=re.M)
-    cell.source += '\n\n- image: card.png' + '\n- skip_showdoc: true'*failed
+    cell.source += '\n\n- image: card.png'
 
 
 def site_cell(cell, state, no):
@@ -110,10 +128,14 @@ def for_site(nb, ch):
     title_cell(nb.cells[0], ch, failed)
     nb.cells = join_imports(nb.cells)
     top = [nb.cells[0], *[banner(nb)]*failed, new_markdown_cell(links(ch))]
-    for no, cell in enumerate(nb.cells, 1):
-        if cell.cell_type == 'code': site_cell(cell, state, no)
+    body = []
+    for no, cell in enumerate(nb.cells[1:], 2):
+        if cell.cell_type == 'code':
+            if found := names(cell.source): body.append(heading_cell(found))
+            site_cell(cell, state, no)
+        body.append(cell)
     nb.metadata.pop('mpcourse', None)
-    nb.cells = top + nb.cells[1:]
+    nb.cells = top + body
     return nb
 
 
@@ -129,8 +151,9 @@ def stale(out):
 
 
 def copy_project(tmp, runs):
-    "The project with its executed notebooks"
+    "The project with its executed notebooks; nbdev adds no signatures, since the whole code is shown"
     for f in ('settings.ini', 'setup.py', 'pyproject.toml', 'LICENSE'): shutil.copy(ROOT/f, tmp)
+    with (tmp/'settings.ini').open('a') as f: f.write('\nskip_procs = add_show_docs,exec_show_docs,mv_exports\n')
     shutil.copytree(ROOT/'mpcourse', tmp/'mpcourse', ignore=shutil.ignore_patterns('__pycache__'))
     skip = shutil.ignore_patterns('*.ipynb', '.ipynb_checkpoints', '_proc')
     shutil.copytree(ROOT/'nbs', tmp/'nbs', ignore=skip)

@@ -23,13 +23,13 @@ KEYS = '''addEventListener('keydown', e => {
 });'''
 
 
-def picture(cell):
+def picture(cell, alt):
     "What a cell with a caption shows, as html; '' where it is no picture"
     for out in cell.get('outputs', []):
         data = out.get('data', {})
         moves = ''.join(data.get('text/html', ''))
         if 'mp-live' in moves: return moves
-        if 'image/png' in data: return f'<img alt="" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">'
+        if 'image/png' in data: return f'<img alt="{escape(alt)}" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">'
     return ''
 
 
@@ -42,7 +42,7 @@ def slides(
         parts.append(f'<section><h1>{escape(ch.number)}</h1><h2>{escape(ch.title)}</h2><p>{escape(ch.promise)}</p></section>')
         for cell in nb.cells:
             d = directives(cell.source)[0] if cell.cell_type == 'code' else {}
-            if 'fig-cap' in d and (shown := picture(cell)):
+            if 'fig-cap' in d and (shown := picture(cell, d.get('fig-alt', ''))):
                 parts.append(f'<section><h1>{escape(ch.title)}</h1>{shown}<p>{escape(d["fig-cap"])}</p></section>')
     return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>mpcourse</title><style>{STYLE}</style></head>'
             f'<body>{"".join(parts)}<script>{KEYS}</script></body></html>')

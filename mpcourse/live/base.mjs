@@ -1,12 +1,15 @@
 // What all explorables share: elements, controls with names, a style, a log2 axis. No dependency.
 
 const SVG = 'http://www.w3.org/2000/svg', IS_SVG = /^(svg|g|rect|line|text|tspan|path|circle)$/;
+// JupyterLab takes the arrow keys, and others, from every element that does not carry this attribute itself
+const IS_CONTROL = /^(input|select|button)$/;
 
 /** An element with attributes and children; an attribute that is false or undefined is left out. */
 export function make(name, attrs = {}, ...children) {
   const el = IS_SVG.test(name) ? document.createElementNS(SVG, name) : document.createElement(name);
   for (const [key, v] of Object.entries(attrs))
     if (v !== undefined && v !== false) el.setAttribute(key, v === true ? '' : v);
+  if (IS_CONTROL.test(name)) el.setAttribute('data-lm-suppress-shortcuts', 'true');
   el.append(...children.flat());
   return el;
 }

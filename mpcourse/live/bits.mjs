@@ -26,7 +26,8 @@ export function parse(text) {
 /** What a format makes of x: {value, bits, error (relative, 0 where exact), kind}. */
 export function stored(x, f) {
   const value = cast(x, f), size = Math.abs(value);
-  const kind = Number.isNaN(value) ? 'NaN' : size === Infinity ? 'infinite' : !size ? (x ? 'underflow: zero' : 'zero')
+  const kind = Number.isFinite(value) && !Number.isFinite(x) ? `its largest number: it has no ${Number.isNaN(x) ? 'NaN' : 'infinity'}`
+    : Number.isNaN(value) ? 'NaN' : size === Infinity ? 'infinite' : !size ? (x ? 'underflow: zero' : 'zero')
     : size < f.tiny ? 'subnormal' : 'normal';
   const error = Object.is(x, value) || x === value ? 0 : Number.isFinite(value) && Number.isFinite(x) ? Math.abs(value / x - 1) : Infinity;
   return { value, bits: bitsOf(value, f), error, kind };

@@ -62,10 +62,12 @@ export function mount(root, data) {
       parts.push(line(left + b * unit, 0, left + b * unit, base, 'var(--dim)', { 'stroke-dasharray': '3 4' }));
     xs.forEach((x, i) => {
       const gone = x !== 0 && ys[i] === 0, at = left + i * unit;
-      parts.push(rect(at + unit * .15, y(level(x)), unit * .7, base - y(level(x)), gone ? 'var(--bad)' : f.color, { opacity: .4 }));
+      parts.push(rect(at + unit * .15, y(level(x)), unit * .7, base - y(level(x)), gone ? 'none' : f.color,
+        gone ? { class: 'gone', stroke: 'var(--bad)' } : { opacity: .6 }));
       if (!gone) parts.push(line(at, y(level(ys[i])), at + unit, y(level(ys[i])), 'var(--fg)', { 'stroke-width': 2 }));
     });
-    parts.push(words(left, base + 20, `bars: the numbers; lines: ${width < 500 ? 'their casts' : 'what the cast makes of them'}; red: zero`));
+    parts.push(words(left, base + 20, width < 500 ? 'bars: numbers; lines: their casts; hollow: zero'
+      : 'bars: the numbers; lines: what the cast makes of them; hollow, red: zero'));
     el.plot.setAttribute('width', width);
     el.plot.replaceChildren(...parts);
     const { lost, error } = harm(xs, ys, data.at);

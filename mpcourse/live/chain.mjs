@@ -41,7 +41,7 @@ export function mount(root, data) {
     el.plot.setAttribute('width', width);
     el.plot.replaceChildren(band(low, tiny, .26), band(tiny, Math.min(top, hi), .1), ...ticks(lo, hi, 10, y, { x: left - 6 }),
       curve(forward, '#0072B2', ''), curve(backward, '#D55E00', '7 3'),
-      words(left + 6, base + 20, 'blue: activations; orange, dashed: their gradients; layer by layer'));
+      words(left + 6, base + 20, `blue: activations; orange, dashed: ${width < 500 ? 'gradients' : 'their gradients; layer by layer'}`));
     const worst = Math.min(...backward), place = worst < low ? 'below everything that the format has' : worst < tiny
       ? 'where it has fewer digits' : 'in its window';
     el.says.textContent = `Activations end at 2 to the ${minus(forward.at(-1).toFixed(1))}, gradients are smallest at 2 to the ` +

@@ -112,8 +112,8 @@ export function mount(root, data) {
     const x = t => left + t / n * (width - left), y = k => base - (k - lo) / (hi - lo) * (base - top);
     const every = [1, 2, 4, 8, 16, 32, 64].find(d => (hi - lo) / d <= 7), parts = ticks(lo, hi, every, y, { x: left - 6 });
     for (let k = Math.ceil(lo / every) * every; k <= hi; k += every) parts.push(line(left, y(k), width, y(k), 'var(--dim)', { opacity: .25 }));
-    Object.keys(flights).forEach((name, i) => {
-      const at = k => (y(k) + i * 1.5).toFixed(1), [color, dash] = POLICIES[name];
+    Object.keys(flights).forEach(name => {
+      const at = k => y(k).toFixed(1), [color, dash] = POLICIES[name];
       const d = flights[name].scales.map((k, t) => t ? `H${x(t).toFixed(1)}V${at(k)}` : `M${left},${at(k)}`).join('');
       parts.push(make('path', { d: d + `H${x(flights[name].scales.length).toFixed(1)}`, fill: 'none', stroke: color,
         'stroke-width': 2, 'stroke-dasharray': dash }));

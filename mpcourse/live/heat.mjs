@@ -1,4 +1,5 @@
-// Layers × steps: the share of gradients that became zero, as a heat map; the cell under the cursor as a histogram.
+// Layers × steps: the share of gradients that became zero, as a heat map; the cell under the cursor as a histogram of
+// what is left, with a bar for what became zero: together they are all gradients.
 //   data = {name, what, fmt: {name, color, low, tiny, top}, layers, steps, share: [layer][step] (null: no gradient),
 //           loss and log2_scale: [step] or null, hists: [layer][step] = [first exponent, count, count, …]}
 import { bar, clamp, drag, fill, line, percent, plot, rect, redraw, room, says, slider, sum, ticks, words } from './base.mjs';
@@ -41,19 +42,22 @@ export function mount(root, data) {
   }
 
   function drawHist(width) {
-    const [first, ...counts] = data.hists[state.layer][state.step], most = Math.max(...counts, 1), top = 17, base = 125, fmt = data.fmt;
+    const [first, ...counts] = data.hists[state.layer][state.step], top = 17, base = 125, fmt = data.fmt, held = sum(counts);
+    const zero = data.share[state.layer][state.step] ?? 0, shares = counts.map(n => n / held * (1 - zero));
+    const tall = share => share / Math.max(zero, ...shares) * (base - top - 6);
     const x = e => (clamp(e, ...AXIS) - AXIS[0]) * width / (AXIS[1] - AXIS[0]), unit = width / (AXIS[1] - AXIS[0]);
     const parts = [rect(x(fmt.low), top, x(fmt.tiny) - x(fmt.low), base - top, fmt.color, { opacity: .26 }),
       rect(x(fmt.tiny), top, x(fmt.top) - x(fmt.tiny), base - top, fmt.color, { opacity: .1 })];
-    counts.forEach((n, i) => {
-      const e = first + i, h = n / most * (base - top - 6);
-      if (n && e >= AXIS[0] && e < AXIS[1]) parts.push(rect(x(e) + .5, base - h, Math.max(unit - 1, 1), h, e < fmt.low ? 'var(--bad)' : fmt.color));
+    shares.forEach((share, i) => {
+      const e = first + i;
+      if (share && e >= AXIS[0] && e < AXIS[1]) parts.push(rect(x(e) + .5, base - tall(share), Math.max(unit - 1, 1), tall(share), fmt.color));
     });
-    parts.push(words(x(fmt.low) - 4, 12, 'becomes zero', 'end'), words(x(fmt.tiny) + 3, 12, `${fmt.name.toUpperCase()}’s normal numbers`));
+    if (zero) parts.push(rect(x(fmt.low - 8), base - tall(zero), 4 * unit, tall(zero), 'var(--bad)', { class: 'zero' }));
+    parts.push(words(x(fmt.low) - 4, 12, `${data.what}: ${percent(zero, 1)}`, 'end'), words(x(fmt.tiny) + 3, 12, `${fmt.name.toUpperCase()}’s normal numbers`));
     if (width >= 500) parts.push(words(x(fmt.low) + 3, 12, 'subnormal'));
     parts.push(line(0, base, width, base, 'var(--dim)'), ...ticks(...AXIS, width < 500 ? 16 : 8, x, { y: base + 17 }));
     el.hist.setAttribute('width', width);
-    el.hist.setAttribute('aria-label', `Histogram of ${sum(counts).toLocaleString('en')} gradients that are not zero, over powers of two`);
+    el.hist.setAttribute('aria-label', `Histogram of ${held.toLocaleString('en')} gradients that are not zero, over powers of two; ${percent(zero, 1)} ${data.what}`);
     el.hist.replaceChildren(...parts);
   }
 

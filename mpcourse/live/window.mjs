@@ -1,5 +1,6 @@
 // The loss-scale window: recorded gradients under a loss scale 2^k, and what a cast to few bits makes of them.
 // Exact: the recorder's bins are cut where the formats' edges are, in every octave.
+//   data.what            words for the gradients, before the names of the layers
 //   data.bins            bins in an octave; bin = exponent · bins + place
 //   data.formats[name]   {color, edges: first bin that survives, is normal, overflows; low, tiny, top: log2 of the limits}
 //   data.nets[i]         {name, layers, steps, rows: [step][layer] = [zeros, bin, count, bin, count, …]}
@@ -39,7 +40,7 @@ const RANGE = [-10, 40], AXIS = [-48, 24];                  // scales of the sli
 const CSS = `.mpx .pull{cursor:ew-resize;touch-action:pan-y}.mpx .layers [role=radiogroup]{display:grid;gap:.15rem}
 .mpx .layers [role=radiogroup]>span,.mpx .layers output{color:var(--dim)}.mpx .layers svg{width:100%;height:.9rem;margin:0}
 .mpx .layers label{display:grid;grid-template-columns:1.2rem minmax(6.5rem,11rem) 1fr 9.5rem;gap:.5rem}
-.mpx .key::before{content:'';display:inline-block;width:.7em;height:.7em;margin:0 .3em 0 .8em;background:var(--c)}
+.mpx .key{white-space:nowrap}.mpx .key::before{content:'';display:inline-block;width:.7em;height:.7em;margin:0 .3em 0 .8em;background:var(--c)}
 @media(max-width:34rem){.mpx .layers label{grid-template-columns:1.1rem minmax(4rem,8.6rem) 1fr 5.6rem;gap:.35rem}}`;
 const colors = fmt => ['var(--dim)', `color-mix(in srgb, ${fmt.color} 45%, transparent)`, fmt.color, 'var(--over)'];
 
@@ -64,7 +65,7 @@ export function mount(root, data) {
     el.step.label.hidden = net.steps.length < 2;
     el.bars = net.layers.map(() => [make('svg', { 'aria-hidden': true, preserveAspectRatio: 'none', viewBox: '0 0 100 10' }), make('output')]);
     el.keys = FATES.map(fate => make('span', { class: 'key' }, fate));
-    const box = radios(make('span', {}, 'gradients of the weights of', ...el.keys), net.layers.map((name, i) => [i, name]), state.layer,
+    const box = radios(make('span', {}, data.what, ...el.keys), net.layers.map((name, i) => [i, name]), state.layer,
       layer => set({ layer: +layer }));
     box.querySelectorAll('label').forEach((label, i) => label.append(...el.bars[i]));
     el.layers.replaceChildren(box);
@@ -85,7 +86,7 @@ export function mount(root, data) {
     drawPlot(fmt, row);
     el.keys.forEach((key, i) => key.style.setProperty('--c', colors(fmt)[i]));
     el.bars.forEach((pair, i) => drawLayer(pair, rows()[i], fmt));
-    el.says.textContent = `Of ${n.toLocaleString('en')} non-zero gradients of ${state.net.layers[state.layer]}, ${part(0)} are lost, ` +
+    el.says.textContent = `Of ${n.toLocaleString('en')} non-zero ${data.what} ${state.net.layers[state.layer]}, ${part(0)} are lost, ` +
       `${part(1)} become subnormal, ${part(3)} overflow.` + (row[0] ? ` ${row[0].toLocaleString('en')} more are zero in FP32 already.` : '');
     el.plot.setAttribute('aria-label', `Histogram of gradients over powers of two, and the range of ${state.fmt.toUpperCase()}. ${el.says.textContent}`);
   }
