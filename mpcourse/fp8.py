@@ -231,7 +231,9 @@ def _convolution(op, input, weight, bias=None, *args, recipe, **kwargs):
     y = _computed(product, input, weight)
     return y if bias is None else y + bias.to(y.dtype).view(-1, *[1]*(weight.dim() - 2))
 
-def _share_scale(amax, top, fmt, tiles): return torch.full_like(amax, 2.**-fmt.emax)     # attention's shares lie in [0, 1]
+def _share_scale(amax, top, fmt, tiles):
+    "Attention's shares lie in [0, 1]"
+    return torch.full_like(amax, 2.**-fmt.emax)
 
 def fp8_attention(
     q:Tensor, k:Tensor, v:Tensor, # as for `F.scaled_dot_product_attention`
