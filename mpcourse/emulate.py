@@ -85,26 +85,33 @@ _KIND_OF = {name: kind for kind,names in _NAMES.items() for name in names.split(
 
 # %% ../nbs/06_emulate.ipynb #06c4a101
 #| code-fold: true
-RARE_PRODUCTS = frozenset('''_grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2 _mixed_dtypes_linear
-    _weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros _weight_int8pack_mm
-    _dyn_quant_matmul_4bit _cdist_forward _cdist_backward _pdist_forward _pdist_backward _euclidean_dist
-    _compute_linear_combination ormqr linear linear_backward matmul_backward
-    _sparse_addmm _sparse_sparse_matmul _sparse_mm_reduce_impl _sparse_mm_reduce_impl_backward hspmm sspaddmm
-    sparse_sampled_addmm _cslt_sparse_mm _sparse_semi_structured_mm _sparse_semi_structured_addmm
-    _sparse_semi_structured_linear _embedding_bag_per_sample_weights_backward
-    _slow_conv2d_forward _slow_conv2d_backward slow_conv3d_forward slow_conv_dilated2d slow_conv_dilated3d
-    slow_conv_transpose2d slow_conv_transpose3d _conv_depthwise2d conv_depthwise3d _nnpack_spatial_convolution
-    convolution_overrideable convolution_backward_overrideable cudnn_convolution cudnn_convolution_relu
-    cudnn_convolution_add_relu cudnn_convolution_transpose miopen_convolution miopen_convolution_relu
-    miopen_convolution_add_relu miopen_convolution_transpose miopen_depthwise_convolution
-    mkldnn_linear mkldnn_linear_backward mkldnn_linear_backward_input mkldnn_linear_backward_weights
-    _mps_convolution _mps_convolution_transpose mps_convolution_backward mps_convolution_transpose_backward
-    _lstm_mps lstm_mps_backward quantized_lstm quantized_gru
-    _flash_attention_forward _flash_attention_forward_no_dropout_inplace _flash_attention_backward
-    _efficient_attention_forward _efficient_attention_backward _cudnn_attention_forward _cudnn_attention_backward
+# tests/test_emulate.py goes through all of aten
+RARE_PRODUCTS = frozenset('''
+    _grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2
+    _mixed_dtypes_linear _weight_int4pack_mm _weight_int4pack_mm_for_cpu
+    _weight_int4pack_mm_with_scales_and_zeros _weight_int8pack_mm _dyn_quant_matmul_4bit
+    _cdist_forward _cdist_backward _pdist_forward _pdist_backward _euclidean_dist
+    _compute_linear_combination ormqr linear linear_backward matmul_backward _sparse_addmm
+    _sparse_sparse_matmul _sparse_mm_reduce_impl _sparse_mm_reduce_impl_backward hspmm sspaddmm
+    sparse_sampled_addmm _cslt_sparse_mm _sparse_semi_structured_mm
+    _sparse_semi_structured_addmm _sparse_semi_structured_linear
+    _embedding_bag_per_sample_weights_backward _slow_conv2d_forward _slow_conv2d_backward
+    slow_conv3d_forward slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d
+    slow_conv_transpose3d _conv_depthwise2d conv_depthwise3d _nnpack_spatial_convolution
+    convolution_overrideable convolution_backward_overrideable cudnn_convolution
+    cudnn_convolution_relu cudnn_convolution_add_relu cudnn_convolution_transpose
+    miopen_convolution miopen_convolution_relu miopen_convolution_add_relu
+    miopen_convolution_transpose miopen_depthwise_convolution mkldnn_linear
+    mkldnn_linear_backward mkldnn_linear_backward_input mkldnn_linear_backward_weights
+    _mps_convolution _mps_convolution_transpose mps_convolution_backward
+    mps_convolution_transpose_backward _lstm_mps lstm_mps_backward quantized_lstm quantized_gru
+    _flash_attention_forward _flash_attention_forward_no_dropout_inplace
+    _flash_attention_backward _efficient_attention_forward _efficient_attention_backward
+    _cudnn_attention_forward _cudnn_attention_backward
     _scaled_dot_product_attention_math_for_mps _scaled_dot_product_fused_attention_overrideable
     _scaled_dot_product_fused_attention_overrideable_backward _triton_multi_head_attention
-    _triton_scaled_dot_attention'''.split())      # tests/test_emulate.py goes through all of aten
+    _triton_scaled_dot_attention
+    '''.split())
 
 _PRODUCT_NAMES = RARE_PRODUCTS.union(f._overloadpacket.__name__ for f in PRODUCTS)
 
@@ -224,7 +231,7 @@ class emulate(exact):
 
     def _run(self, func, args, kwargs):
         kind, run = op_kind(func), func
-        if kind == 'result' and is_product(func, args): kind = 'product'       # a bag with weights
+        if kind == 'result' and is_product(func, args): kind = 'product'    # a bag with weights
         if kind == 'sealed': raise NotImplementedError(_SEALED.format(func))
         if kind == 'product' and self.inputs:
             args = [a if i in _kept(func) else self._grid(a) for i,a in enumerate(args)]
@@ -237,7 +244,8 @@ class emulate(exact):
         if not (isinstance(x, Tensor) and x.dtype is torch.float32): return x
         if x.is_nested: raise ValueError('A nested tensor has no emulation: pad it, with nested.to_padded_tensor(0.).')
         if x.layout is not torch.strided:
-            raise ValueError('A sparse tensor has no emulation: make it dense, with to_dense(); an embedding, sparse=False.')
+            raise ValueError('A sparse tensor has no emulation: make it dense, with to_dense(). '
+                             'An embedding has sparse=False.')
         return self._q(x)
 
     def _rounded(self, func, args, kwargs, res):

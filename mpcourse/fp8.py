@@ -231,7 +231,9 @@ def _convolution(op, input, weight, bias=None, *args, recipe, **kwargs):
     y = _computed(product, input, weight)
     return y if bias is None else y + bias.to(y.dtype).view(-1, *[1]*(weight.dim() - 2))
 
-def _share_scale(amax, top, fmt, tiles): return torch.full_like(amax, 2.**-fmt.emax)     # attention's shares lie in [0, 1]
+def _share_scale(amax, top, fmt, tiles):
+    "Attention's shares lie in [0, 1]"
+    return torch.full_like(amax, 2.**-fmt.emax)
 
 def fp8_attention(
     q:Tensor, k:Tensor, v:Tensor, # as for `F.scaled_dot_product_attention`
@@ -263,8 +265,8 @@ def _grouped_mm(a, b, offs=None, *, recipe, **_):
 _PLAIN = dict.fromkeys(('matmul', 'mm', 'bmm', '__matmul__'), fp8_matmul) | dict(addmm=_addmm)
 _CONVOLUTIONS = {f'conv{t}{n}d': partial(_convolution, getattr(F, f'conv{t}{n}d'))
                  for t in ('', '_transpose') for n in (1, 2, 3)}
-_LAYERS_OF_WEIGHTS = _CONVOLUTIONS | dict(linear=fp8_linear, _grouped_mm=_grouped_mm)
-_CALLS = _PLAIN | _LAYERS_OF_WEIGHTS | dict(scaled_dot_product_attention=fp8_attention)
+_CALLS = _PLAIN | _CONVOLUTIONS | dict(linear=fp8_linear, _grouped_mm=_grouped_mm,
+                                       scaled_dot_product_attention=fp8_attention)
 
 # %% ../nbs/27_fp8.ipynb #27mha001
 #| code-fold: true
@@ -272,10 +274,12 @@ def _hidden(attn_mask, key_padding_mask, q):
     "Both masks of torch's attention layer as one that is added to the scores; True hides"
     masks = [m for m in (attn_mask, key_padding_mask) if m is not None]
     if not masks: return None
-    if q.dim() == 4 and attn_mask is not None and attn_mask.dim() == 3: masks[0] = attn_mask.unflatten(0, (len(q), -1))
-    if q.dim() == 4 and key_padding_mask is not None: masks[-1] = key_padding_mask[:, None, None]
-    added = [m if m.is_floating_point() else q.new_zeros(m.shape).masked_fill(m, -torch.inf) for m in masks]
-    return sum(added)
+    batched = q.dim() == 4
+    if batched and attn_mask is not None and attn_mask.dim() == 3:
+        masks[0] = attn_mask.unflatten(0, (len(q), -1))
+    if batched and key_padding_mask is not None: masks[-1] = key_padding_mask[:, None, None]
+    def added(m): return m if m.is_floating_point() else q.new_zeros(m.shape).masked_fill(m, -torch.inf)
+    return sum(map(added, masks))
 
 def _multi_head(query, key, value, dim, heads, weight, bias, bias_k, bias_v, add_zero_attn, dropout_p, out_weight,
                 out_bias, training=True, key_padding_mask=None, need_weights=True, attn_mask=None,
@@ -308,7 +312,8 @@ class _Products(torch.overrides.TorchFunctionMode):
 
     def __init__(self, attention):
         super().__init__()
-        self.attention, self.weights = attention, set()     # False: products without a weight stay; where weights lie
+        self.attention = attention      # False: products without a weight stay as they are
+        self.weights = set()            # where they lie
 
     @contextmanager
     def at(self, name, recipe):
@@ -317,7 +322,9 @@ class _Products(torch.overrides.TorchFunctionMode):
         try: yield
         finally: self.name, self.recipe = before
 
-    def computed(self, args): return not any(_place(t) in self.weights for t in args)
+    def computed(self, args):
+        "Is none of them a weight?"
+        return not any(_place(t) in self.weights for t in args)
 
     def stays(self, name, args):
         "Is it one of attention's products, and are they left alone?"
@@ -330,7 +337,7 @@ class _Products(torch.overrides.TorchFunctionMode):
         if name in _CONVOLUTIONS: known = r.x.symmetric and r.w.symmetric      # no tiles
         elif name in _PLAIN: known = not kwargs                 # operands or `out=` given by name
         elif name == '_grouped_mm':
-            more = kwargs.get('bias') is not None or kwargs.get('out_dtype') is not None
+            more = [v for k, v in kwargs.items() if k != 'offs' and v is not None]
             known = len(args) in (2, 3) and args[1].dim() == 3 and not more
         else: known = True
         return known and xs and xs[0].is_floating_point() and all(x.layout is torch.strided for x in xs)
@@ -363,7 +370,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, forward = kwargs or {}, torch._C._current_graph_task_id() == -1
         if not (forward and self.mode.recipe): return func(*args, **kwargs)
-        if func not in WHOLE_LAYERS and is_composite(func): return open_op(self, func, args, kwargs)    # in inference mode
+        opened = is_composite(func) and func not in WHOLE_LAYERS     # in inference mode
+        if opened: return open_op(self, func, args, kwargs)
         if self.multiplies(func, args):
             raise ValueError(_REFUSAL.format(self.mode.name or 'the model itself', func._overloadpacket.__name__))
         return func(*args, **kwargs)
@@ -407,7 +415,8 @@ def simulate_fp8(
         stays = _in_whole(name, keep) or not (filter is None or filter(m, name))
         if isinstance(m, _SEALED) and not stays:
             raise ValueError(_REFUSAL.format(name or 'the model itself', f'a {type(m).__name__} in one piece'))
-        if stays and [*m.parameters(recurse=False)] or isinstance(m, _LOOKUPS): model.not_converted[name] = type(m).__name__
+        left = stays and [*m.parameters(recurse=False)] or isinstance(m, _LOOKUPS)
+        if left: model.not_converted[name] = type(m).__name__
         own = None if stays else recipe
         if own and recipe.history and isinstance(m, _LAYERS):
             m.fp8_casts = nn.ModuleDict({k: DelayedScale(recipe.history, once=k != 'g') for k in 'xwg'})

@@ -50,6 +50,13 @@ def test_a_block_with_an_infinity_is_nan():
             assert got[3, :16].isnan().all() and got.isnan().sum() in (16, 32) and recipe.w(x).isnan().any() and recipe.g(x)[3, 5].isnan()
 
 
+@pytest.mark.parametrize('name', FP4_RECIPES)
+def test_nothing_times_a_weight_has_a_gradient_of_zeros(name):
+    w = r(8, 8, requires_grad=True)
+    y = fp8_matmul(torch.zeros(0, 8), w, FP4_RECIPES[name])
+    assert y.shape == (0, 8) and not torch.autograd.grad(y.sum(), w)[0].any()
+
+
 @pytest.mark.parametrize('n', [1, 2, 16, 64])
 def test_hadamard_is_orthogonal(n):
     h = hadamard(n)
