@@ -13,6 +13,7 @@ from collections.abc import MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import update_wrapper
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -170,7 +171,7 @@ def holds_fp32(
 class AutocastForward(WrappedForward):
     "A module's `forward` inside autocast, half in and half out"
     def __call__(self, *args, **kwargs):
-        device = next(t for _, t, *_ in _floats(self.module)).device.type
+        device = next(chain(self.module.buffers(), self.module.parameters())).device.type
         with torch.autocast(device, self.dtype): out = self.plain(*args, **kwargs)
         return as_came_in(args, out) if holds_fp32(self.module) else out
 

@@ -171,7 +171,7 @@ class ALSViewCB(Callback):
         "A step begins: is it looked at?"
         for h in self.hooks: h.active = len(self.scales) % self.every == 0
         self.counts, self.zeros, self.bad, self.above = torch.zeros(64, dtype=torch.int64), 0, 0, 0
-        self.scale = self.scaler.scale
+        self.scale = self.scaler.scale.item()
 
     def see(self, name, kind, g):
         "Count one gradient, as the scaler does"
@@ -186,9 +186,9 @@ class ALSViewCB(Callback):
         if not self.training or not self.hooks: return
         if self.hooks[0].active:
             hist = Log2Hist(torch.arange(64) - 40, self.counts, self.zeros, self.bad)
-            scales = self.scale.item(), self.scaler.scale.item()
+            scales = self.scale, self.scaler.scale.item()
             self.frames.append(ALSFrame(len(self.scales), hist, self.above, *scales))
-        self.scales.append(self.scale.detach())
+        self.scales.append(self.scale)
         if self.hooks[0].active and self.out is not None: self.out.value = figure_html(self.plot())
         self.begin()
 

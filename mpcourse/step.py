@@ -272,6 +272,8 @@ class GradStats:
         "What was collected and watched, of all ranks together; 'skips' is greater than 0 where the step is to be skipped"
         if self.watched: self.add(self.watched.read())
         if 'loss_nonfinite' not in self.stats: self.stats['loss_nonfinite'] = torch.zeros_like(self.scaler.scale)
+        if ('amax', 'loss') in self.scaler.wants:            # nobody has shown a loss
+            self.stats.setdefault(('amax', 'loss'), torch.ones_like(self.scaler.scale))
         missing = [w for w in self.scaler.wants if w not in (*self.stats, 'loss_finite')]
         if missing: raise ValueError(f'{self.scaler!r} wants {missing}, and nothing counts it.')
         group = deciding_ranks(self.group)

@@ -139,10 +139,9 @@ def fp32_grads(learn, ref, inputs):
 class Probe(Callback):
     "Asserts at every event what a callback at its place may expect"
     def __init__(self, order, scale, dtype=H): self.order, self.scale, self.dtype, self.seen = order, scale, dtype, []
-    def look(self, lent, event):
+    def look(self, event):
         m = self.learn.model
         assert [m.emb.weight.dtype, m.conv.bias.dtype, m.frozen.weight.dtype, m.head.weight.dtype] == [F32]*4, event
-        assert ('forward' in vars(m)) == lent, event            # only within forward are weights half
         assert [t.dtype for t in (m.bn.weight, m.bn.running_mean, m.norm.bias)] == [F32]*3, event
         assert {p.dtype for p in m.parameters()} == {F32} and m.head.weight is m.emb.weight, event
         assert torch.is_autocast_enabled() is False
@@ -153,15 +152,15 @@ class Probe(Callback):
 
     @property
     def after(self): return self.order > 10
-    def before_fit(self): self.look(False, 'before_fit')
-    def before_epoch(self): self.look(False, 'before_epoch')
-    def before_train(self): self.look(False, 'before_train')
-    def before_validate(self): self.look(False, 'before_validate')
-    def after_epoch(self): self.look(False, 'after_epoch')
-    def after_fit(self): self.look(False, 'after_fit')
+    def before_fit(self): self.look('before_fit')
+    def before_epoch(self): self.look('before_epoch')
+    def before_train(self): self.look('before_train')
+    def before_validate(self): self.look('before_validate')
+    def after_epoch(self): self.look('after_epoch')
+    def after_fit(self): self.look('after_fit')
 
     def before_batch(self):
-        self.look(False, 'before_batch')
+        self.look('before_batch')
         self.inputs, self.copy = tuple(x.clone() for x in self.learn.xb), copy.deepcopy(self.learn.model)
         assert [x.dtype for x in self.inputs[1:]] == [F32]*len(self.inputs[1:]) and self.inputs[0].dtype == torch.int64
 
@@ -170,27 +169,27 @@ class Probe(Callback):
         return [p[0], p[1]['h']] if isinstance(p, tuple) else [p]
 
     def after_pred(self):
-        self.look(True, 'after_pred')
+        self.look('after_pred')
         assert {p.dtype for p in self.preds()} == {F32 if self.after else self.dtype}
-        assert self.learn.xb[0].dtype == torch.int64 and all(x.dtype == self.dtype for x in self.learn.xb[1:])
+        assert all(map(same_bits, self.learn.xb, self.inputs))       # as they came
 
     def after_loss(self):
-        self.look(True, 'after_loss')
+        self.look('after_loss')
         assert self.learn.loss.dtype == F32 and same_bits(self.learn.loss.detach(), self.learn.loss_grad.detach())
         self.loss = self.learn.loss.detach().clone()
 
     def before_backward(self):
-        self.look(True, 'before_backward')
+        self.look('before_backward')
         want = self.loss*self.scale if self.after else self.loss
         assert same_bits(self.learn.loss_grad.detach(), want) and same_bits(self.learn.loss.detach(), self.loss)
 
     def after_backward(self):
-        self.look(not self.after, 'after_backward')
+        self.look('after_backward')
         if self.after: assert all(same_bits(a, b) for a,b in zip(self.learn.xb, self.inputs)) and len(self.learn.xb) == len(self.inputs)
         self.compare(self.scale)
 
     def before_step(self):
-        self.look(False, 'before_step')
+        self.look('before_step')
         self.compare(1. if self.after else self.scale)
 
     def compare(self, scale):
@@ -200,13 +199,13 @@ class Probe(Callback):
             if not p.requires_grad or n == 'unused': assert p.grad is None; continue
             assert p.grad.dtype == F32 and p.grad.shape == p.shape
             off = (p.grad/scale - ref[n]).norm()
-            assert off <= .03*ref[n].norm() + .01*all_, (n, off, ref[n].norm(), all_)
+            assert off <= .05*ref[n].norm() + .02*all_, (n, off, ref[n].norm(), all_)
 
     def after_step(self):
-        self.look(False, 'after_step')
+        self.look('after_step')
         assert same_bits(self.learn.loss.detach(), self.loss)
     def after_batch(self):
-        self.look(False, 'after_batch')
+        self.look('after_batch')
         assert same_bits(self.learn.loss.detach(), self.loss)
 
 
@@ -654,9 +653,9 @@ def test_copies_of_a_learner_are_learners_of_their_own(how):
     twin, was = how(learn), weights(learn)
     assert twin.model is not learn.model and twin.mixed_precision_cb.learn is twin
     seen = []
-    twin.add_cb(At('after_pred', lambda l: seen.append((l is twin, *('forward' in vars(m.model.mid) for m in (l, learn))))))
+    twin.add_cb(At('after_pred', lambda l: seen.append((l is twin, l.pred.dtype is H))))
     fit(twin, 1)
-    assert set(seen) == {(True, True, False)} and same(weights(learn), was) and not same(weights(twin), was)
+    assert set(seen) == {(True, True)} and same(weights(learn), was) and not same(weights(twin), was)
     assert len(learn.mixed_precision_cb.history) == 4 and len(twin.mixed_precision_cb.history) == 8
     twin.to_fp32()
     assert guards(learn) and not guards(twin)
@@ -681,7 +680,7 @@ def test_hooks_of_others_fire_on_the_models_own_layers_and_see_half():
 
 def test_a_policy_watches_for_a_fit_only_and_to_fp32_leaves_nothing():
     during, learn = [], learner(mixed=Climber(1.))
-    learn.add_cb(watch := At('after_pred', lambda l: during.append((Watch.on, 'forward' in vars(l.model.mid)))))
+    learn.add_cb(watch := At('after_pred', lambda l: during.append((Watch.on, l.pred.dtype is H))))
     fit(learn, 1)
     with learn.no_bar(), learn.no_logging(): learn.validate()
     assert during == [(1, True)]*6 + [(0, True)]*2 and Watch.on == 0 and guards(learn)
@@ -754,7 +753,7 @@ def test_a_model_that_is_not_fp32_is_refused(dtype):
     learn = learner()
     learn.model.to(dtype)
     with pytest.raises(ValueError, match=f'is {dtype}'): fit(learn, 1)
-    assert {p.dtype for p in learn.model.parameters()} == {dtype} and not any('forward' in vars(m) for m in learn.model.modules())
+    assert {p.dtype for p in learn.model.parameters()} == {dtype}
 
 
 def test_another_model_or_another_layer_is_taken_up():
@@ -762,7 +761,7 @@ def test_another_model_or_another_layer_is_taken_up():
     learn.model.mid = nn.Linear(8, 8)
     learn.opt = None
     seen = []
-    learn.add_cb(At('after_pred', lambda l: seen.append('forward' in vars(l.model.mid))))
+    learn.add_cb(At('after_pred', lambda l: seen.append(l.pred.dtype is H)))
     fit(learn, 1)
     learn.model, learn.opt = Composite(), None
     fit(learn, 1)
