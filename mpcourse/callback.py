@@ -238,7 +238,7 @@ class MixedPrecisionCB(HalfPrecisionCB):
         "Unscale, look, decide"
         opt = self.learn.opt
         named = self.stats.gradients(opt)
-        alone = deciding_ranks(self.group) is None
+        alone = deciding_ranks(self.group, self.learn.model) is None
         if alone and not named: return                       # a CancelBackwardException: as in FP32
         self.stats.unscale_(named)
         self.stats.number = len(self.history) - 1

@@ -109,7 +109,7 @@ def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16
     stats, torchs = self.stats, torch.amp.GradScaler._unscale_grads_
     if stats.counted: stats.count([_numbers(g) for _, g, _ in named_gradients(optimizer)])
     flags = [*torchs(self, optimizer, inv_scale, found_inf, allow_fp16).values()]
-    if not flags and deciding_ranks(self.group) is None: return {}
+    if not flags and deciding_ranks(self.group, self.model) is None: return {}
     if self.policy.min_scale < 1:                            # a finite gradient may have overflowed
         once = torch.ones_like(inv_scale)
         flags += torchs(self, optimizer, once, torch.zeros_like(found_inf), allow_fp16).values()
@@ -119,7 +119,7 @@ def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16
     seen = self._per_optimizer_states[id(optimizer)]['seen'] = stats.gather()
     stats.reset()
     skips = seen['skips']
-    if deciding_ranks(self.group) is not None or len(flags) > 1: skips = skips.clamp(max=1)
+    if deciding_ranks(self.group, self.model) is not None or len(flags) > 1: skips = skips.clamp(max=1)
     return {skips.device: skips}
 
 # %% ../nbs/17_gradscaler.ipynb #52c6c385

@@ -211,7 +211,7 @@ def plot(self:ALSViewCB,
     left.axvline(edge, color=CYCLE[2], lw=1.5)
     left.set(xlim=(2.**-28, 2.**17), xlabel='magnitude of a scaled gradient')
     left.set_title(f'step {f.step}: {f.above:,} of {f.hist.total:,} above the edge: {f.verdict}')
-    right.plot(torch.stack(self.scales[:f.step + 1]).cpu(), drawstyle='steps-post', lw=1.2)
+    right.plot(self.scales[:f.step + 1], drawstyle='steps-post', lw=1.2)
     right.plot(f.step, f.scale, 'o', color=CYCLE[1], ms=5)
     log2_axis(right, 'y', every=8)
     right.set(xlabel='step', ylabel='loss scale')

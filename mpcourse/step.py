@@ -195,9 +195,11 @@ def refuse_join(
         'give each rank the same number of batches, as DistributedSampler(drop_last=True) does.')
 
 def deciding_ranks(
-    group=None, # process group that decides together; None: all ranks, if there are any
+    group=None, # process group that decides together; None: that of a DDP model, or all ranks, if there are any
+    model:nn.Module=None, # that is trained
 ): # the process group; None: this process alone
     "Who decides together"
+    group = group or getattr(model, 'process_group', None)
     together = group is None and dist.is_available() and dist.is_initialized()
     return dist.group.WORLD if together else group
 
@@ -262,7 +264,7 @@ class GradStats:
         named:list, # as for the function `unscale_`
     ):
         "Count what the policy wants in the scaled gradients, then take the scale out of them"
-        if not any(g is not None for _, g, _ in named) and deciding_ranks(self.group) is None:
+        if not any(g is not None for _, g, _ in named) and deciding_ranks(self.group, self.model) is None:
             raise ValueError('No parameter has a gradient: does the loss depend on them?')
         self.count([g for _, g, _ in named if g is not None])
         self.add(dict(found_inf=unscale_(named, self.scaler)))
@@ -276,7 +278,7 @@ class GradStats:
             self.stats.setdefault(('amax', 'loss'), torch.ones_like(self.scaler.scale))
         missing = [w for w in self.scaler.wants if w not in (*self.stats, 'loss_finite')]
         if missing: raise ValueError(f'{self.scaler!r} wants {missing}, and nothing counts it.')
-        group = deciding_ranks(self.group)
+        group = deciding_ranks(self.group, self.model)
         if group is not None and (self.model is not None or self.number < 0): refuse_join(self.model)
         stats = reduce_stats(self.stats, group)
         skips = stats['found_inf']
@@ -345,7 +347,7 @@ def valid_scheme(
     if not isinstance(scaler, LossScaler | None):
         raise ValueError(f'{scaler!r} is no policy: give one, as DynamicScaler().')
     if dtype == torch.float16 and scaler is None:
-        raise ValueError('FP16 loses small gradients: give a loss scaler, as StaticScaler(1024.).')
+        raise ValueError('FP16 loses small gradients, and the scaler is None: give a loss scaler, as DynamicScaler().')
     if dtype == torch.bfloat16 and not isinstance(scaler, StaticScaler | None):
         raise ValueError(f"BF16 has FP32's range: leave out {scaler!r}, or take dtype='fp16'.")
     return dtype
