@@ -48,8 +48,9 @@ fuzz: .venv/.installed ## 100,000 random steps of scalers and models, half an ho
 matrix: .venv/.installed ## the library under the oldest and newest Python, torch and fastai; downloads gigabytes (MATRIX=oldest)
 	@$(BIN)/python tools/matrix.py $(MATRIX)
 
-readme: .venv/.installed ## README.md from nbs/index.ipynb
+readme: .venv/.installed ## run nbs/index.ipynb, and write README.md from it (two minutes)
 	@$(BIN)/python -m tools.readme
+	@$(BIN)/nbdev_clean --fname nbs/index.ipynb
 
 .venv/.installed: settings.ini setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

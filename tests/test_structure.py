@@ -1,5 +1,5 @@
 "The project's own promises: modules, layers, imports, chapters, generated files"
-import ast, configparser, importlib, inspect, json, re, subprocess, sys
+import ast, configparser, importlib, inspect, json, os, re, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -330,6 +330,29 @@ def test_readme_is_current():
     pytest.importorskip('nbconvert')
     from tools.readme import readme_current
     assert readme_current(), 'README.md is not what nbs/index.ipynb says: make readme'
+
+
+NUMBER = re.compile(r'-?\d+\.\d+|-?\.\d+|\d+')
+
+
+def test_readme_shows_what_the_index_prints_today():
+    "Words to the letter; measured numbers nearly, since another processor's last digits differ; pictures by what they show"
+    pytest.importorskip('nbclient')
+    import io, nbformat
+    from matplotlib.image import imread
+    from tools import readme as R
+    ran = ROOT/'_course/index.ipynb'                  # of the stage before this one
+    new = nbformat.read(ran, as_version=4) if os.environ.get('MPCOURSE_TEST') and ran.exists() else R.executed(ROOT/'nbs/index.ipynb')
+    for c in new.cells:
+        if c.cell_type == 'code': R.keep_shown(c)
+    (text, *pictures), (now, *drawn) = (R.readme(ROOT/'nbs', index).values() for index in (None, new))
+    text, now = text.decode(), now.decode()
+    assert NUMBER.sub('N', text) == NUMBER.sub('N', now), 'make readme'
+    for a, b in zip(NUMBER.findall(text), NUMBER.findall(now)): assert abs(float(a) - float(b)) <= max(.1, .4*abs(float(a))), (a, b)
+    for a, b in zip(pictures, drawn, strict=True):
+        a, b = (imread(io.BytesIO(p))[..., :3] for p in (a, b))
+        h, w = (min(n) for n in zip(a.shape[:2], b.shape[:2]))
+        assert abs(a[:h, :w] - b[:h, :w]).mean() < .1
 
 
 def test_the_table_of_chapters_has_a_cell_of_its_own():

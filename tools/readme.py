@@ -3,6 +3,7 @@ import ast, base64, json, re
 from pathlib import Path
 
 import nbformat
+from nbclient import NotebookClient
 
 from tools.course import PARTS, chapters
 from tools.exercises import all_exercises
@@ -71,6 +72,39 @@ def with_table(
     return json.dumps(nb, indent=1, ensure_ascii=False) + '\n'
 
 
+def slim(
+    out: dict, # an output, as the kernel gave it
+) -> dict: # the same without what README.md does not show
+    "A picture alone, where there is one; no execution counts"
+    if out.output_type == 'stream': return out
+    if 'image/png' in out.data: out.data = {'image/png': out.data['image/png']}
+    out.metadata = {}
+    if 'execution_count' in out: out.execution_count = None
+    return out
+
+
+def keep_shown(
+    cell: dict, # a code cell that has been run; changed in place
+):
+    "Keep the outputs that README.md can show: no warnings, nothing hidden, no figure that needs a script"
+    def shown(o): return o.get('name') != 'stderr' and '<script' not in o.get('data', {}).get('text/html', '')
+    hidden = is_hidden(directives(cell.source)[0])
+    cell.outputs = [] if hidden else [slim(o) for o in cell.outputs if shown(o)]
+    cell.execution_count = None
+
+
+def executed(
+    path: Path, # of a notebook
+) -> dict: # the notebook, run anew
+    "Run a notebook, and keep what it prints"
+    nb = nbformat.read(path, as_version=4)
+    NotebookClient(nb, timeout=600, resources=dict(metadata=dict(path=str(path.parent))), record_timing=False).execute()
+    for cell in nb.cells:
+        if cell.cell_type != 'code': continue
+        keep_shown(cell)
+    return nb
+
+
 def output_text(
     out: dict, # an output of the index notebook
     save,      # called with a picture's bytes, returns its path for the README
@@ -100,6 +134,7 @@ def cell_text(
 
 def readme(
     nbs: Path, # the folder of notebooks
+    index: dict=None, # the index notebook with its outputs; None: as it is stored
 ) -> dict: # path → bytes: README.md and the pictures that it shows
     "What `write_readme` writes"
     pictures = {}
@@ -107,7 +142,7 @@ def readme(
         name = f'images/index_{len(pictures) + 1}.png'
         pictures[nbs/name] = png
         return name
-    cells = nbformat.read(nbs/'index.ipynb', as_version=4).cells
+    cells = (index or nbformat.read(nbs/'index.ipynb', as_version=4)).cells
     body = '\n\n'.join(filter(None, [cell_text(c, save) for c in cells]))
     body = re.sub(rf'(\]\(|(?:src|href)="){LOCAL}(?=[^)\s"]+[)"])', rf'\1{nbs.name}/', body)
     body = re.sub(r'\]\(\.\./([^)\s]+\))', r'](\1', body)
@@ -123,8 +158,10 @@ def current_tables(nbs):
 def write_readme(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> list: # the files
-    "Bring the tables up to date, then write README.md and its pictures from the index notebook"
+    "Bring the tables up to date, run the index notebook, and write README.md and its pictures from what it prints"
     for path, text in current_tables(nbs).items(): path.write_text(text, encoding='utf-8')
+    index = nbs/'index.ipynb'
+    index.write_text(json.dumps(executed(index), indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
     files = readme(nbs)
     for path, data in files.items():
         path.parent.mkdir(exist_ok=True)
