@@ -25,7 +25,8 @@ def warn_user(
 ):
     "Warn, and name the line of the user's code that led here"
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get('__name__', '').partition('.')[0] in ('mpcourse', 'torch', 'fastai', 'contextlib'):
+    def name_of(frame): return frame.f_globals.get('__name__', '').partition('.')[0]
+    while frame.f_back and name_of(frame) in ('mpcourse', 'torch', 'fastai', 'contextlib'):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
@@ -88,7 +89,7 @@ class LossScaler(nn.Module):
 
     @torch.no_grad()
     def update(self, stats):
-        "Take the rule's scale if it is finite, within bounds; undo all if the loss was not finite. Returns the old scale"
+        "Take the rule's scale, if finite, within bounds; undo all if the loss was not finite. Returns the old one"
         ours = {n: b for n, b in self._buffers.items() if n != 'held'}
         before, fine = {n: b.clone() for n, b in ours.items()}, stats['loss_finite'].bool()
         new = self.next_scale(stats)                # it may set buffers, too
@@ -160,7 +161,7 @@ def measured(cls:LossScaler,
     batch:tuple, # (inputs, targets); inputs: a tensor, a list or tuple of them, or a mapping
     loss_func, # (predictions, targets) -> 0-dim loss, or a nest of losses
     target:float=2.**10, # where the largest gradient shall lie: six octaves below FP16's end
-    **config, # of the policy; where the scale moves its floor is four octaves below, if min_scale is not given
+    **config, # of the policy; without min_scale the floor of a scale that moves is four octaves below it
 )->LossScaler: # the policy, at that scale
     "The power of two that lifts the largest gradient of one FP32 backward pass up to `target`"
     amax = largest_gradient(model, batch, loss_func)

@@ -18,7 +18,6 @@ LIBRARY = [m for m in NUMBER if m not in TOOLS]
 # without fastai: the modules that DESIGN.md marks so, as far as they are written
 LIGHT = '''plots formats rounding toys tensorcore emulate half master scaler step dynamic policies simulator gradscaler
            recipe monitor underflow als layerwise accumulate distributed unit unit_models fp8 fourbits zoo doctor'''.split()
-MAY_USE_TOYS = {'failures', 'recipe', 'simulator', 'compare', 'advise', 'cases', 'zoo', 'all'}
 HEADINGS = ['What goes wrong', 'See it', 'Put it to work', 'What we built', 'Exercises', 'Further reading']
 # functions longer than 25 lines, each with its reason
 LONG = {}
@@ -104,12 +103,6 @@ def test_imports_are_of_public_names(module):
     private = [f'{n.module}.{a.name}' for n in ast.walk(tree(module)) if isinstance(n, ast.ImportFrom) and (n.level or 'mpcourse' in (n.module or ''))
                for a in n.names if a.name.startswith('_')]
     assert not private, f'{module} takes what is another module\'s own: {private}'
-
-
-@sources
-def test_toys_are_imported_by_few(module):
-    if module in MAY_USE_TOYS or module in TOOLS: return
-    assert 'toys' not in internal_imports(tree(module)), f'{module} imports toys, which are for chapters and studies'
 
 
 @sources
@@ -332,7 +325,7 @@ def test_readme_is_current():
     assert readme_current(), 'README.md is not what nbs/index.ipynb says: make readme'
 
 
-NUMBER = re.compile(r'-?\d+\.\d+|-?\.\d+|\d+')
+FIGURE = re.compile(r'-?\d+\.\d+|-?\.\d+|\d+')
 
 
 def test_readme_shows_what_the_index_prints_today():
@@ -347,8 +340,8 @@ def test_readme_shows_what_the_index_prints_today():
         if c.cell_type == 'code': R.keep_shown(c)
     (text, *pictures), (now, *drawn) = (R.readme(ROOT/'nbs', index).values() for index in (None, new))
     text, now = text.decode(), now.decode()
-    assert NUMBER.sub('N', text) == NUMBER.sub('N', now), 'make readme'
-    for a, b in zip(NUMBER.findall(text), NUMBER.findall(now)): assert abs(float(a) - float(b)) <= max(.1, .4*abs(float(a))), (a, b)
+    assert FIGURE.sub('N', text) == FIGURE.sub('N', now), 'make readme'
+    for a, b in zip(FIGURE.findall(text), FIGURE.findall(now)): assert abs(float(a) - float(b)) <= max(.1, .4*abs(float(a))), (a, b)
     for a, b in zip(pictures, drawn, strict=True):
         a, b = (imread(io.BytesIO(p))[..., :3] for p in (a, b))
         h, w = (min(n) for n in zip(a.shape[:2], b.shape[:2]))
