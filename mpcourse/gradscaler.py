@@ -191,9 +191,11 @@ def _warn_of_buffers(self:GradScaler, out):
         lost = self._lost
     if not lost.item(): return
     self._told = True
-    warn_user('A step was skipped, but what its forward pass wrote into buffers, as BatchNorm\'s statistics, stays: ' + (
-        f'no forward pass of the {type(self.model).__name__} given to GradScaler was seen. Give the module that you call.'
-        if given else 'GradScaler(model=model) puts it back. Of a compiled model give the compiled one.'))
+    cure = 'GradScaler(model=model) puts it back. Of a compiled model give the compiled one.'
+    if given: cure = (f'no forward pass of the {type(self.model).__name__} given to GradScaler was seen. '
+                      'Give the module that you call.')
+    warn_user("A step was skipped, but what its forward pass wrote into buffers, as BatchNorm's statistics, "
+              f'stays: {cure}')
 
 # %% ../nbs/17_gradscaler.ipynb #8044a842
 @patch

@@ -71,8 +71,9 @@ class Whereabouts:
     def __init__(self): self.names, self.running, self.spans = {}, [], []
 
     def __enter__(self):
-        enter, leave = nn.modules.module.register_module_forward_pre_hook, nn.modules.module.register_module_forward_hook
-        self.hooks = [enter(self.enter), leave(self.leave, always_call=True)]
+        hooks = nn.modules.module
+        self.hooks = [hooks.register_module_forward_pre_hook(self.enter),
+                      hooks.register_module_forward_hook(self.leave, always_call=True)]
         return self
 
     def __exit__(self, *exc):
@@ -81,7 +82,8 @@ class Whereabouts:
     def enter(self, module, args):
         "A hook; the first module that is called names its parts"
         if module not in self.names:
-            self.names.update({m: n or f"{type(module).__name__}'s own forward" for n, m in module.named_modules()})
+            own = f"{type(module).__name__}'s own forward"
+            self.names.update({m: n or own for n, m in module.named_modules()})
         self.running.append((module, _get_sequence_nr()))
 
     def leave(self, module, args, out):
