@@ -78,7 +78,7 @@ def test_probe_leaves_no_trace(half):
 
 
 def test_probe_inside_a_step():
-    "While half weights are lent and fast_half is on, and after an error"
+    "Within autocast and fast_half, and after an error"
     net, batch = sig8()
     want, found, bad = probe_of(net, batch), [], []
     def broken(*a): raise RuntimeError('broken loss')
