@@ -29,6 +29,7 @@ class OwnedHook:
     def __init__(self, owner=None, method='', *first):
         self.owner, self.method, self.first = owner and weakref.ref(owner), method, first
 
+    @torch._disable_dynamo # torch.compiler.disable, which would load the compiler at once
     def __call__(self, *args):
         owner = self.owner and self.owner()
         if owner and owner.active: return getattr(owner, self.method)(*self.first, *args)

@@ -197,6 +197,8 @@ class LogMaxScaler(LossScaler):
     ):
         for n, b in dict(beta1=beta1, beta2=beta2).items():
             valid_number(n, b, lambda x: 0 < x < 1, 'take one between 0 and 1')
+        valid_number('deviations', deviations, lambda x: abs(x) < 2.**127, 'take a finite number, as 3.09')
+        valid_number('overflow_as', overflow_as, lambda x: abs(x) < 2.**127, 'take a finite number, as 16')
         super().__init__(init_scale, beta1=beta1, beta2=beta2, deviations=deviations,
                          overflow_as=overflow_as, **dict(hold=False, max_scale=2.**14) | config)
         for n in ('steps', 'mean', 'slow', 'square'): self.register_buffer(n, torch.tensor(0.))

@@ -11,6 +11,7 @@ __all__ = ['named_gradients', 'unscale_', 'grad_statistic', 'KeptBuffers', 'Step
 import gc, re
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch, torch.distributed as dist
 from torch import nn, Tensor
@@ -185,11 +186,18 @@ class StepOutcome:
             warn_user(f'The loss scale has fallen to its floor of {self.floor:g}: look at the model and its data.')
 
 # %% ../nbs/11_step.ipynb #11c4ed02
+_joinables = WeakKeyDictionary() # a model that Join does not know -> what it may know, when the model was first seen
+
 def refuse_join(
-    model:nn.Module=None, # that is trained; None: look at everything that there is
+    model:nn.Module=None, # that is trained; None, or inside of a DDP: look once at everything that there is
 ):
     "ValueError within torch's `Join`"
-    joined = [model] if model is not None else [o for o in gc.get_objects() if issubclass(type(o), Joinable)]
+    model = getattr(model, '_orig_mod', model)               # inside torch.compile
+    if isinstance(model, Joinable): joined = [model]
+    elif model in _joinables: joined = _joinables[model]
+    else:
+        joined = WeakSet(o for o in gc.get_objects() if issubclass(type(o), Joinable))
+        if model is not None: _joinables[model] = joined
     if any(getattr(getattr(m, '_join_config', None), 'enable', False) for m in joined): raise ValueError(
         'Within Join a rank that has no batch left decides nothing, and the others would wait for it: '
         'give each rank the same number of batches, as DistributedSampler(drop_last=True) does.')

@@ -1,5 +1,5 @@
 "Trainings that end at any moment: what is on the disk then, what goes on from it; kills with SIGKILL are in promises/test_3_resume.py"
-import os, random, resource, signal, time, warnings, zipfile  # noqa: F401, the code of ranks uses them all
+import os, random, resource, signal, subprocess, sys, time, warnings, zipfile  # noqa: F401, the code of ranks uses them all
 from collections import Counter, defaultdict, deque
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from fastai.basics import Adam, BCEWithLogitsLossFlat, Callback, CrossEntropyLos
 from fastai.callback.all import EarlyStoppingCallback, GradientAccumulation, MixUp, SaveModelCallback
 from fastai.losses import FocalLossFlat, LabelSmoothingCrossEntropyFlat
 from fastai.metrics import accuracy
+from fastai.torch_core import TensorBase
 
 from mpcourse.callback import quiet_fit, tensor_dls
 from mpcourse import checkpoint
@@ -293,6 +294,32 @@ def test_a_checkpoint_has_as_many_parts_late_as_early(tmp_path):
     assert len(parts) == 36 and len(set(parts[2:])) == 1
 
 
+@pytest.mark.parametrize('cls', [torch.Tensor, TensorBase])
+def test_the_second_save_packs_only_what_is_new(cls, tmp_path, monkeypatch):
+    "Whatever was done to the list in the meantime, the file holds it as it is now"
+    losses, packed, stack, path = [torch.rand(()).as_subclass(cls) for _ in range(1200)], [], torch.stack, tmp_path/'a.pt'
+    def save():
+        packed.clear()
+        with monkeypatch.context() as m:
+            m.setattr(torch, 'stack', lambda ts, *a: (packed.append(len(ts)), stack(ts, *a))[1])
+            save_training_state(path, *small(), losses=losses)
+        assert read_training_state(path)['extra']['losses'] == losses
+        return sum(packed)
+    assert save() == 1200 and save() == 0
+    losses += [torch.rand(()).as_subclass(cls) for _ in range(7)]
+    assert save() == 7
+    losses[5] = torch.tensor(9.)
+    assert save() == 1207
+    losses[6].add_(1)
+    assert save() == 1207
+    del losses[-3:]
+    assert save() == 1204
+    losses.append(torch.rand((), dtype=torch.float64))          # of two kinds: written one by one
+    assert save() == 0
+    losses[:] = [torch.rand(()) for _ in range(1300)]
+    assert save() == 1300
+
+
 # --- the end of a fit ---
 
 def test_stopped_by_early_stopping_it_is_complete(tmp_path):
@@ -325,6 +352,21 @@ def test_ctrl_c_in_the_second_fit(tmp_path):
         got, last = script(path, seed=3, cbs=[begins, trains])
     assert not differ(got[0], want[0]) and got[1:] == want[1:] and not differ(last, want_last)
     assert seen[0] == 'fit' and seen[1:] == list(range(seen[1], 24)) and seen[1] > 12
+
+
+def test_a_cell_with_two_fits_that_is_run_again_after_ctrl_c_warns(tmp_path):
+    "The kernel counts on: its first fit takes the second one's file. A first fit that was stopped is no question"
+    path = tmp_path/'run.pt'
+    def cell(at=None):
+        learn = classes(path, every=2)
+        if at: learn.add_cb(At('after_batch', ctrl_c, 90, lambda l: l.training and len(l.mixed_precision_cb.history) == at))
+        quiet_fit(learn, 2), quiet_fit(learn, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        with pytest.raises(KeyboardInterrupt): cell(5)
+        with pytest.raises(KeyboardInterrupt): cell(20)
+    with pytest.warns(UserWarning, match='restart the kernel') as told: cell()
+    assert len(told) == 1 and 'run.fit2.pt' in str(told[0].message)
 
 
 def test_a_new_first_fit_makes_the_files_of_later_ones_void(tmp_path):
@@ -558,7 +600,7 @@ def test_a_missing_folder_is_named(make, tmp_path):
     path = make(tmp_path)
     for write in (lambda: save_training_state(path, *small()), lambda: write_whole(path, {}), lambda: quiet_fit(classes(path), 1)):
         with pytest.raises(OSError) as e: write()
-        assert str(path) in str(e.value)
+        assert str(path) in str(e.value) and 'Errno' not in str(e.value) and 'folder' in str(e.value)
 
 
 @pytest.mark.parametrize('wrong', [0, 1, 2])
@@ -572,6 +614,28 @@ def test_what_has_no_state_is_refused_by_name(f, wrong, tmp_path):
 
 
 # --- states without a Learner ---
+
+PLAIN = '''
+import sys
+sys.modules['fastai'] = None
+import torch
+from mpcourse.checkpoint import load_training_state, save_training_state
+from mpcourse.dynamic import DynamicScaler
+from mpcourse.step import MixedStep
+net = torch.nn.Linear(4, 2)
+opt, step = torch.optim.Adam(net.parameters()), MixedStep(DynamicScaler())
+losses = [step(net, torch.rand(8, 4), torch.rand(8, 2), opt, torch.nn.functional.mse_loss)['loss'] for _ in range(3)]
+path, weights = save_training_state(sys.argv[1], net, opt, step.scaler, losses=losses), net.weight.clone()
+torch.nn.init.zeros_(net.weight)
+assert load_training_state(path, net, opt, step.scaler)['losses'] == losses and torch.equal(net.weight, weights)
+'''
+
+
+def test_a_plain_loop_needs_no_fastai(tmp_path):
+    r = subprocess.run([sys.executable, '-c', PLAIN, str(tmp_path/'a.pt')], capture_output=True, text=True, timeout=200)
+    assert r.returncode == 0, r.stderr
+
+
 
 def small(seed=0):
     torch.manual_seed(seed)

@@ -3,6 +3,7 @@ import os, signal, subprocess, sys, time
 
 import pytest, torch, torch.distributed as dist, torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mpcourse.accumulate import running_mean
@@ -13,6 +14,7 @@ from mpcourse.dynamic import DynamicScaler
 from mpcourse.fp8 import Cast, Recipe, reduce_amax, simulate_fp8
 from mpcourse.gradscaler import GradScaler
 from mpcourse.monitor import TensorCollector
+from mpcourse.policies import get_policy
 from mpcourse.step import MixedStep
 
 try: import cloudpickle
@@ -241,6 +243,58 @@ def equal_gradients():
 
 def test_no_sum_is_needed_where_gradients_are_averaged():
     for (alone, w), (both, v) in run_ranks(equal_gradients): assert alone == both == 2.**15 and torch.equal(w, v)
+
+
+# --- where one rank has less to do than the others: a group's timeout makes a hang an error ---
+
+def joined(host):
+    "Rank 0 has two batches more, within torch's Join; what ended each rank"
+    model, scaler = DDP(net()), DynamicScaler()
+    opt, step = torch.optim.SGD(model.parameters(), lr=.1), MixedStep(scaler)
+    known = dict(ddp=model, compiled=torch.compile(model, backend='eager'), bare=model.module).get(host)
+    gs = GradScaler(model=known)
+    with Join([model]):
+        for i in range(4 - 2*dist.get_rank()):
+            x, y = batch(i, dist.get_rank())
+            try:
+                if host == 'step': step(model, x, y, opt, F.cross_entropy)
+                else:
+                    gs.scale(F.cross_entropy(model(x), y)).backward()
+                    gs.step(opt)
+                    gs.update()
+            except Exception as e: return i, type(e).__name__, 'Join' in str(e)
+
+
+@pytest.mark.parametrize('host', ['unknown', 'ddp', 'compiled', 'bare', 'step'])
+def test_join_is_refused_on_all_ranks(host): assert run_ranks(joined, 2, host, timeout=10) == [(0, 'ValueError', True)]*2
+
+
+def without_gradients(policy, n_opts, fused, unscales):
+    "Rank 1 uses the second layer, or any, in batches 0 and 3 alone; rank 0 overflows in batch 2"
+    parts, gs = [nn.Linear(4, 3), nn.Linear(3, 3)], GradScaler(get_policy(policy))
+    opts = [torch.optim.Adam(m.parameters(), lr=.01, fused=fused) for m in parts][2 - n_opts:]
+    seen = []
+    for i in range(4):
+        x, y = batch(i, dist.get_rank())
+        unused = dist.get_rank() == 1 and i in (1, 2)
+        h = parts[0](x)
+        gs.scale(F.cross_entropy(h if unused else parts[1](h), y)).backward()
+        if dist.get_rank() == 0 and i == 2: parts[1].weight.grad[0, 0] = torch.inf
+        if unscales: [gs.unscale_(o) for o in opts]
+        for o in opts: gs.step(o)
+        gs.update()
+        for m in parts: m.zero_grad()
+        seen.append((gs.get_scale(), bool(gs.last_outcome.found_inf)))
+    return seen
+
+
+@pytest.mark.parametrize('unscales', [False, True])
+@pytest.mark.parametrize('fused', [False, True])
+@pytest.mark.parametrize('n_opts', [1, 2])
+@pytest.mark.parametrize('policy', ['dynamic', 'logmax'])
+def test_nobody_waits_for_an_optimizer_without_gradients(policy, n_opts, fused, unscales):
+    first, second = run_ranks(without_gradients, 2, policy, n_opts, fused, unscales, timeout=10)
+    assert first == second and [bad for _, bad in first] == [False, False, True, False]
 
 
 # --- faults ---

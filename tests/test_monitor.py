@@ -17,6 +17,7 @@ from mpcourse.layerwise import LayerwiseScaler
 from mpcourse.learner import MonitorCB
 from mpcourse.monitor import (TENSOR_KINDS, STATISTICS, JsonlWriter, TensorBoardWriter, TensorCollector, TensorHooks,
                               counts_to_hist, match_names, octave_counts, open_writer, read_jsonl, tensor_stats)
+from mpcourse.overflow import OverflowWatch
 from mpcourse.plots import log2_hist
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
@@ -754,3 +755,35 @@ def test_a_layerwise_scaler():
         seen.append(c)
     for n, _ in model.named_parameters(): assert at(seen[0], n, 'weight_grad', 2)['norm'] == pytest.approx(at(seen[1], n, 'weight_grad', 2)['norm'], rel=.02)
     assert math.isnan(at(seen[0], '0', 'activation_grad', 2)['norm']) and at(seen[0], '0', 'activation_grad', 2)['zeros'] < 1    # of which layer?
+
+
+# --- torch.compile ---
+
+def compiled(watch, due=True, compile=True):
+    "Three steps of a two-block GPT; its watch, the reasons for which its graph was cut, and how often it was compiled"
+    import torch._dynamo as dynamo
+    from mpcourse.toys import CharTransformer, cross_entropy, seeded
+    with seeded(0): model = CharTransformer(d=16, layers=2, heads=2)
+    dynamo.reset(); dynamo.utils.counters.clear()
+    net, opt = torch.compile(model, backend='aot_eager') if compile else model, torch.optim.SGD(model.parameters(), lr=.1)
+    c, x = watch(model), torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        opt.zero_grad()
+        cross_entropy(net(x), x).backward()
+        c.step()
+    return c, dict(dynamo.utils.counters['graph_break']), dynamo.utils.counters['stats']['unique_graphs']
+
+
+def test_hooks_stay_outside_of_a_compiled_graph():
+    "One cut for each kind of module that a hook looks at, and nothing of ours is traced; a step that is not due is one graph"
+    _, cuts, graphs = compiled(lambda m: TensorCollector(m, lambda n: False))
+    assert not cuts and graphs == 1
+    for watch in (lambda m: TensorCollector(m, 2), OverflowWatch):
+        _, cuts, graphs = compiled(watch)
+        assert len(cuts) == 1 and 0 < sum(cuts.values()) <= 14 and graphs <= 17
+
+
+def test_a_compiled_model_shows_the_same_numbers():
+    (plain, *_), (c, *_) = compiled(lambda m: TensorCollector(m, 2), compile=False), compiled(lambda m: TensorCollector(m, 2))
+    def norms(c): return {(r['step'], r['name'], r['kind']): r['norm'] for r in c.records}
+    assert norms(c) == pytest.approx(norms(plain), rel=1e-3) and len(norms(c)) > 100

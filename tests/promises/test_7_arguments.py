@@ -37,6 +37,14 @@ def test_patience_that_cannot_be(kw, value): refused(lambda: A.make_scaler('hyst
 def test_bins_that_cannot_be(kw, value): refused(lambda: A.make_scaler('als', **kw), value)
 
 
+@pytest.mark.parametrize('policy, names', (('logmax', ('beta1', 'beta2', 'deviations', 'overflow_as', 'init_scale', 'min_scale', 'max_scale')),
+                                           ('dynamic', ('growth_factor', 'backoff_factor', 'growth_interval', 'hysteresis')),
+                                           ('fairseq', ('tolerance', 'growth_interval')), ('als', ('edge', 'threshold', 'factor', 'period'))))
+@pytest.mark.parametrize('value', (nan, inf, 10**400))
+def test_a_number_that_no_float_holds(policy, names, value):
+    for name in names: refused(lambda: A.make_scaler(policy, **{name: value}), value)
+
+
 def test_a_policy_that_there_is_not(): refused(lambda: A.make_scaler('telepathy'), 'telepathy')
 
 
