@@ -32,8 +32,9 @@ def floored(seed, data):
 POLICIES = {'FP32': None, 'BF16': None, 'torch': lambda *_: get_policy('torch'), 'torch and the line': None,
             'torch from 2^24': lambda *_: get_policy('torch', init_scale=2.**24),
             'Megatron': lambda *_: get_policy('megatron'), 'metaseq': lambda *_: get_policy('metaseq'), 'hold': lambda *_: DynamicScaler(),
-            'measured, constant': measured, 'measured, floor 2^-4 of it': floored, 'ALS': lambda *_: ALSScaler()}
-CALM = 'FP32', 'BF16', 'torch', 'torch from 2^24', 'Megatron', 'metaseq', 'measured, constant', 'ALS' # the others never move without a storm
+            'measured, constant': measured, 'constant 2^16': lambda *_: StaticScaler(2.**16),
+            'measured, floor 2^-4 of it': floored, 'ALS': lambda *_: ALSScaler()}
+CALM = 'FP32', 'BF16', 'torch', 'torch from 2^24', 'Megatron', 'metaseq', 'measured, constant', 'constant 2^16', 'ALS' # the others never move without a storm
 ROWS = [f'{policy}: {storm}' for policy in POLICIES for storm in STORMS if storm != 'none' or policy in CALM]
 SEEDS = range(10)
 

@@ -89,7 +89,8 @@ POLICIES = {'FP32': None, 'torch': lambda *_: get_policy('torch'), 'torch and th
 PUBLISHED = {'Megatron from 2^16': lambda *_: get_policy('megatron', init_scale=2.**16),
              'Megatron from its own 2^32': lambda *_: get_policy('megatron'),
              'metaseq from 2^16': lambda *_: get_policy('metaseq', init_scale=2.**16),
-             'metaseq from its own 4': lambda *_: get_policy('metaseq'), 'BF16': None}
+             'metaseq from its own 4': lambda *_: get_policy('metaseq'),
+             'constant 2^16': lambda *_: StaticScaler(2.**16), 'BF16': None}
 ROWS = [f'{p}: {s}' for p in POLICIES for s in STORMS if s != 'late']
 ROWS += [f'{p}: {s}' for p in PUBLISHED for s in ('none', 'loss')] + ['FP32: late', 'torch: late']
 SEEDS = range(10)

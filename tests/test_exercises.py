@@ -328,10 +328,14 @@ WRONG = {
                 write.names = sorted({*write.names, *(r['name'] for r in rows if r['kind'] == 'weight_grad' and r['zeros'] > limit)})
             write.names = []
             return write""",
-    # 18: looks at the last record in every step, also where nothing was collected
-    'check_rescue': """
+    # 18: looks at the last record in every step, also where nothing was collected; has no upper limit
+    'check_rescue': ("""
         def rescue(step, collector):
-            if (collector.frame(1).zeros > .99).any(): step.scaler.scale *= 16""",
+            if (collector.frame(1).zeros > .99).any(): step.scaler.scale *= 16""", """
+        def rescue(step, collector):
+            frame = collector.frame(1)
+            if frame.step.iloc[0] != collector.n - 1: return
+            if (frame.zeros > .99).any(): step.scaler.scale *= 16"""),
     # 19: a share of all entries; counts zeros that were there
     'check_lost_share_of': ('lambda before, after: ((after == 0) & (before != 0)).float().mean().item()', 'lambda before, after: (after == 0).float().mean().item()'),
     # 19: chooses once, and too late in the list

@@ -132,7 +132,7 @@ def test_directives_of_the_course_are_read_and_the_code_below_is_whole(path):
         assert all(isinstance(d.get(k, ''), str) for k in ('fig-cap', 'fig-alt'))
 
 
-@pytest.mark.parametrize('path', [p for p in NBS if p.stem not in ('11_step', '12_callback')], ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', NBS, ids=lambda p: p.stem)
 def test_captions_have_exponents_and_no_carets(path):
     for c in nbformat.read(path, as_version=4).cells:
         d = P.directives(c.source)[0] if c.cell_type == 'code' else {}
