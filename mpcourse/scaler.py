@@ -26,7 +26,7 @@ def warn_user(
     "Warn, and name the line of the user's code that led here"
     frame, level = sys._getframe(1), 2
     def name_of(frame): return frame.f_globals.get('__name__', '').partition('.')[0]
-    while frame.f_back and name_of(frame) in ('mpcourse', 'torch', 'fastai', 'contextlib'):
+    while frame.f_back and name_of(frame) in ('mpcourse', 'torch', 'fastai', 'fastcore', 'contextlib'):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
