@@ -117,7 +117,9 @@ def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16
     for flag in flags[1:]: found = found + flag.to(found.device)
     stats.add(dict(found_inf=found))
     seen = self._per_optimizer_states[id(optimizer)]['seen'] = stats.gather()
+    bad_loss = stats.stats['loss_nonfinite']                 # the next optimizer wants to know it, too
     stats.reset()
+    stats.stats['loss_nonfinite'] = bad_loss
     skips = seen['skips']
     if deciding_ranks(self.group, self.model) is not None or len(flags) > 1: skips = skips.clamp(max=1)
     return {skips.device: skips}

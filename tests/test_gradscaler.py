@@ -1062,6 +1062,17 @@ def test_scale_refuses_what_torch_refuses():
         with pytest.raises(ValueError, match='iterable'): scaler.scale(5)
 
 
+def test_a_loss_that_is_not_finite_holds_every_optimizer():
+    "Also where all gradients are finite"
+    ps, scaler = [nn.Parameter(torch.ones(2)) for _ in range(3)], GradScaler()
+    opts = [torch.optim.SGD([p], lr=.1) for p in ps]
+    scaler.scale(torch.tensor(torch.inf))
+    for p in ps: p.grad = torch.ones(2)
+    for opt in opts: scaler.step(opt)
+    scaler.update()
+    assert all(p.tolist() == [1., 1.] for p in ps) and scaler.get_scale() == 2.**16 and not scaler.last_outcome.stepped
+
+
 class Operations(TorchDispatchMode):
     "Counts what a step dispatches"
     count = 0
