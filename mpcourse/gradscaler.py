@@ -50,7 +50,7 @@ class GradScaler(torch.amp.GradScaler):
         *,
         policy:LossScaler=None, # None: torch's rule, with hold
         hold:bool=None, # of torch's rule: False decides as torch does, True if None
-        model:nn.Module=None, # puts its buffers back where a step is skipped, and gives names
+        model=None, # a module, or a list of them: puts buffers back where a step is skipped, and gives names
         group=None, # process group that decides together; None: all ranks, if there are any
     ):
         if isinstance(device, LossScaler): device, policy = None, device
@@ -65,8 +65,10 @@ class GradScaler(torch.amp.GradScaler):
         if type(policy).inv_scale is not LossScaler.inv_scale:
             raise ValueError(f'{policy!r} has a scale for each layer: take MixedStep.')
         try: kind = 'cpu' if device is None else torch.device(device).type
-        except RuntimeError: raise ValueError(f'{device!r} is no device. A policy is given as an object: '
-                                              f'GradScaler(get_policy({device!r})).') from None
+        except (RuntimeError, TypeError): raise ValueError(
+            f'{device!r} is no device. A policy is given as an object, as GradScaler(DynamicScaler()), '
+            'and a first scale by its name, init_scale=.') from None
+        if isinstance(model, (list, tuple)): model = nn.ModuleList(model)
         self.policy, self.model, self.group, self._ready = policy, model, group, False
         super().__init__(kind, enabled=enabled)
         self._device = None if device is None else self._device

@@ -41,7 +41,8 @@ def half_dtype(
     dtype:str|torch.dtype, # 'fp16', 'bf16', or one of `HALVES`
 )->torch.dtype:
     "The dtype; ValueError if it is not a half precision"
-    found = dict(fp16=torch.float16, bf16=torch.bfloat16).get(dtype, dtype)
+    names = dict(fp16=torch.float16, float16=torch.float16, bf16=torch.bfloat16, bfloat16=torch.bfloat16)
+    found = names.get(dtype, dtype)
     if found in HALVES: return found
     raise ValueError(f"Half precision is torch.float16 or torch.bfloat16, also 'fp16' or 'bf16', not {dtype!r}.")
 

@@ -98,6 +98,12 @@ def _own_buffers(m):
     for n, b in m._buffers.items():
         if b is not None and 0 not in _local(b).stride(): yield n, _local(b).data
 
+def _to_hook(m):
+    "Modules that hold buffers; of a compiled one itself, since hooks within it would join its graph"
+    compiled = hasattr(m, '_orig_mod')
+    if compiled or m._buffers: yield m
+    for child in () if compiled else m.children(): yield from _to_hook(child)
+
 class KeptBuffers:
     "A model's buffers as they were before a step: running statistics, power iterations, counters"
     def __init__(self,
@@ -107,9 +113,7 @@ class KeptBuffers:
     def watch(self)->Handles: # the hooks
         "Keep the buffers of whatever part of the model is called, before it runs"
         if self.model is None: return Handles()
-        parts = [self.model]
-        if not hasattr(self.model, '_orig_mod'):             # hooks within a compiled model join its graph
-            parts += [m for m in self.model.modules() if m._buffers and m is not self.model]
+        parts = {self.model, *_to_hook(self.model)}
         return Handles(m.register_forward_pre_hook(self.see, prepend=True) for m in parts)
 
     def see(self, module, args):
@@ -373,7 +377,8 @@ def refuse_untrainable(
     "ValueError if its trained weights are not FP32, or if it has sparse gradients"
     for n, p in model.named_parameters():
         if not p.requires_grad or p.dtype == torch.float32: continue
-        if p.dtype.itemsize < 4: raise ValueError(f'{n} is {p.dtype} already, so rounded: train the FP32 model.')
+        if p.dtype.itemsize < 4: raise ValueError(f'{n} is {p.dtype} already, so rounded: train the FP32 model, '
+            'or call model.float() and go on from the rounded weights.')
         raise ValueError(f'{n} is {p.dtype}, and autocast casts float32 alone: train a float32 model, or in FP32.')
     sparse = [n for n, m in model.named_modules() if getattr(m, 'sparse', False) is True]
     if sparse: raise ValueError(f'The gradient of {sparse[0]} is sparse: take sparse=False.')

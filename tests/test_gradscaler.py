@@ -990,7 +990,7 @@ def test_any_model_keeps_its_buffers(make):
     assert skipped_step(net, net) == (True, [])
 
 
-@pytest.mark.parametrize('give', [lambda m: m, lambda m: nn.Sequential(m), lambda m: nn.ModuleList([m, nn.Linear(1, 1)]), lambda m: nn.ModuleDict(dict(g=m))], ids=['itself', 'wrapped', 'list', 'dict'])
+@pytest.mark.parametrize('give', [lambda m: m, lambda m: nn.Sequential(m), lambda m: nn.ModuleList([m, nn.Linear(1, 1)]), lambda m: [nn.Linear(1, 1), m]], ids=['itself', 'wrapped', 'ModuleList', 'list'])
 @pytest.mark.parametrize('call', [lambda m: m, lambda m: m.forward, lambda m: lambda x: m.head(m.enc(x))], ids=['model', 'forward', 'parts'])
 def test_buffers_are_kept_whichever_part_is_called(give, call):
     net = Norms()
