@@ -1,5 +1,5 @@
 "The runner and the README on small courses made on the spot; a cell that fails stops nothing"
-import os, re, subprocess, sys
+import os, subprocess, sys
 
 import pytest
 from conftest import ROOT

@@ -349,7 +349,7 @@ EXACT = Recipe(*[Cast('fp32')]*3)
 @pytest.mark.parametrize('name', LAYERS)
 def test_torchs_own_attention_layer_converts(name, batched):
     "In FP32 it is torch's own, with every argument; in few bits it is near"
-    (how, call), sizes = LAYERS[name], {}
+    how, call = LAYERS[name]
     m = nn.MultiheadAttention(32, 4, batch_first=True, **how)
     xs = [r(2, 6, n) for n in (32, m.kdim, m.vdim)] if how.get('kdim') else [r(2, 6, 32)]*3
     if not batched:
