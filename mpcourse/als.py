@@ -71,7 +71,8 @@ class ALSScaler(LossScaler):
         large, *near_edge = [stats['above', e] > self.threshold*stats['numel'] for e in self.edges]
         up = self.scale*self.factor
         for near in near_edge: up = torch.where(near, self.scale, up)         # with a deadband
-        up = torch.where(stats['amax', 'loss'] == 0, self.scale, up)
+        loss = stats.get(('amax', 'loss'), self.scale)                        # where nobody has shown it: not zero
+        up = torch.where(loss == 0, self.scale, up)
         self.step_in_period = (self.step_in_period + 1) % int(self.period)
         new = torch.where(decide, up, self.scale)
         return torch.where(bad | decide & large, self.scale/self.factor, new)

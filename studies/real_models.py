@@ -14,7 +14,7 @@ from mpcourse.checkpoint import load_training_state, save_training_state
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.fp8 import simulate_fp8
 from mpcourse.gradscaler import GradScaler
-from mpcourse.half import model_to_half
+from mpcourse.half import cast as to_half, model_to_half
 from mpcourse.monitor import TensorCollector
 from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fast_half
@@ -132,7 +132,7 @@ def errors(model, x):
     want = model(x).float()
     with fast_half(), torch.autocast('cpu', torch.float16): cast = model(x)
     with torch.autocast('cpu', torch.bfloat16): bf16 = model(x)
-    with fast_half(): half = model_to_half(copy.deepcopy(model))(x)
+    with fast_half(): half = model_to_half(copy.deepcopy(model))(to_half(x, torch.float16))
     found = dict(half=off(half, want), autocast=off(cast, want), bf16=off(bf16, want))
     return found | dict(fp8=off(in_fp8(model)(x), want))
 
