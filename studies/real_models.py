@@ -131,7 +131,7 @@ def errors(model, x):
     model.eval()
     want = model(x).float()
     with fast_half(), torch.autocast('cpu', torch.float16): cast = model(x)
-    with torch.autocast('cpu', torch.bfloat16): bf16 = model(x)
+    with fast_half(), torch.autocast('cpu', torch.bfloat16): bf16 = model(x)
     with fast_half(): half = model_to_half(copy.deepcopy(model))(to_half(x, torch.float16))
     found = dict(half=off(half, want), autocast=off(cast, want), bf16=off(bf16, want))
     return found | dict(fp8=off(in_fp8(model)(x), want))

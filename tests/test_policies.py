@@ -66,11 +66,11 @@ def test_a_scale_is_a_0_dim_float32_within_its_bounds(name):
 @every
 def test_nothing_is_read_from_the_device(name, monkeypatch):
     sc, seen, stats = get_policy(name), [], [saw(f) for f in (1., 0., NAN)]
-    before, old = sc.scale, sc.scale.clone()
+    held = sc.scale
     for n in LOOKING: monkeypatch.setattr(torch.Tensor, n, lambda *a, n=n, **k: seen.append(n) or 1/0)
     for s in stats: sc.update(s)
     monkeypatch.undo()
-    assert not seen and same_bits(before, old)                          # the scale of the step that was is still there
+    assert not seen and sc.scale is held                                # written in place
 
 
 @every
