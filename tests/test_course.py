@@ -265,12 +265,12 @@ def test_a_chapter_runs_again_when_its_text_or_the_code_it_calls_has_changed(sma
     (root/'studies').mkdir(parents=True)
     shutil.copytree(ROOT/'mpcourse', root/'mpcourse', ignore=shutil.ignore_patterns('__pycache__'))
     monkeypatch.setattr(C, 'ROOT', root)
-    nbs = small_course(**{'01_a': ['# A\n\n> a.', 'from mpcourse.step import named_gradients\n1'], '02_b': ['# B\n\n> b.', '1/0'], '03_c': ['# C\n\n> c.', '2'],
+    nbs = small_course(**{'01_a': ['# A\n\n> a.', 'from mpcourse.rounding import quantize\n1'], '02_b': ['# B\n\n> b.', '1/0'], '03_c': ['# C\n\n> c.', '2'],
                           '04_d': ['# D\n\n> d.', 'from mpcourse.toys import seed\ndef shown(): return Live("bits", {})']})
     def ran(): return [o.chapter.stem for o in C.run_course(out=out, nbs=nbs, changed=True)]
     assert ran() == ['01_a', '02_b', '03_c', '04_d']
     assert ran() == ['02_b']                                    # what failed runs again
-    (root/'mpcourse/half.py').write_text((root/'mpcourse/half.py').read_text() + '\n')     # step imports it
+    with (root/'mpcourse/formats.py').open('a') as f: f.write('\n')     # rounding imports it
     assert {'01_a', '02_b'} <= {*(again := ran())} and '03_c' not in again
     for name in ('live/base.mjs', 'zoo.py'):                    # drawn in its page; loaded by a function of toys
         with (root/'mpcourse'/name).open('a') as f: f.write('\n')
