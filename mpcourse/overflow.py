@@ -134,7 +134,7 @@ def find_overflow(
     batch:tuple, # (inputs, targets): the one that went wrong; inputs as for `toys.call_args`
     loss_func, # (predictions in FP32, targets) -> 0-dim loss, or a nest of losses
     dtype:str|torch.dtype='fp16', # of autocast
-    scale=1., # on the loss
+    scale=1., # on the loss: a number or a policy
     compute=fast_half, # makes a context for forward and backward
 )->Overflow: # None where the loss and the weights' gradients are finite
     "Run a batch again and name the module, the direction and the operation that made the first infinity or NaN"

@@ -364,7 +364,7 @@ def valid_scheme(
     "FP16 needs a scaler, BF16 takes none or a constant one; the dtype, or a ValueError"
     dtype = half_dtype(dtype)
     if not isinstance(scaler, LossScaler | None):
-        raise ValueError(f'{scaler!r} is no policy: give one, as DynamicScaler().')
+        raise ValueError(f'{scaler!r} is not a policy: give one, as DynamicScaler(); the format is dtype=.')
     if dtype == torch.float16 and scaler is None:
         raise ValueError('FP16 loses small gradients, and the scaler is None: give a loss scaler, as DynamicScaler().')
     if dtype == torch.bfloat16 and not isinstance(scaler, StaticScaler | None):

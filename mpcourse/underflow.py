@@ -20,6 +20,7 @@ from .formats import get_format
 from .half import cast, half_dtype, model_to_float
 from .monitor import inverse_scale, match_names, TensorHooks
 from .plots import CYCLE, format_band, log2_axis
+from .scaler import LossScaler
 from .tensorcore import fast_half
 from .toys import predict
 
@@ -55,11 +56,12 @@ def replay_batch(
     batch:tuple, # (inputs, targets); inputs as for `toys.call_args`
     loss_func, # (predictions in FP32, targets) -> 0-dim loss
     dtype:str|torch.dtype=None, # of autocast, as in `MixedStep`; None: FP32
-    scale=1., # on the loss
+    scale=1., # on the loss: a number, or a policy, whose scale is taken
     compute=nullcontext, # makes a context for forward and backward
     keep=Tensor.detach, # what to keep of each tensor
 )->dict: # (name, kind) -> what was kept; of a layer that is called twice, of its last call
     "Forward and backward of a micro-batch on a copy of the model, with the random numbers that will be drawn"
+    if isinstance(scale, LossScaler): scale = scale.scale
     twin, found = model_to_float(copy.deepcopy(model)), {}
     def see(name, kind, t): found[name, kind] = keep(t)
     devices = {p.device for p in twin.parameters() if p.is_cuda}

@@ -37,6 +37,7 @@ def test_find_overflow():
     assert find(net) is None and find(net, dtype=B, scale=2.**60) is None
     at_loss, fwd = find(net, scale=2.**30), find(heavy())
     assert (at_loss.name, at_loss.direction, at_loss.what) == ('the loss', 'backward', 'inf')
+    assert find(net, scale=StaticScaler(2.**30)) == at_loss
     assert (fwd.name, fwd.direction, fwd.what, fwd.kind) == ('3.weight', 'forward', 'inf', 'weight') or (fwd.name, fwd.direction) == ('3', 'forward')
     glitch = batch[0].clone(); glitch[3] = 1e5
     assert find(net, (glitch, batch[1])) == Overflow('1', 'forward', 'inf', 'input', op='the cast')
