@@ -21,7 +21,7 @@ test: .venv/.installed ## everything that CI checks
 check: .venv/.installed ## your solutions of a chapter (CHAPTER=11 FILE=mine.py)
 	@$(BIN)/mpcourse check $(CHAPTER) $(FILE)
 
-claims: .venv/.installed ## the chapters under other seeds, threads, instruction sets; only what changed (CLAIMS="--chapters 14 --seeds 0-9 --only seeds")
+claims: .venv/.installed ## the chapters under other seeds, threads, instruction sets; only what changed (CLAIMS="--chapters 10 --seeds 0-9 --only seeds")
 	@PYTHONPATH=. $(BIN)/python tools/claims.py $(CLAIMS)
 
 lab: .venv/.installed ## JupyterLab on the notebooks

@@ -235,7 +235,7 @@ def add_compare(
     "The grammar of `mpcourse compare`"
     c = sub.add_parser('compare', help='train a net under several schemes', description=compare_command.__doc__)
     c.add_argument('training', nargs='?', default='two_towers', help='a toy, such as char_lm, or script.py:function: '
-                   'a function of a seed that returns a Training of chapter 29 (%(default)s)')
+                   'a function of a seed that returns a Training of chapter 33 (%(default)s)')
     c.add_argument('--schemes', help='names with commas between them; all if none is given')
     c.add_argument('--seeds', type=positive, default=6, help='trainings of each (%(default)s)')
     c.add_argument('--steps', type=positive, help="of a toy's training, if not its own")
@@ -249,7 +249,7 @@ def add_advise(
     "The grammar of `mpcourse advise`"
     a = sub.add_parser('advise', help='say which schemes will train a net', description=advise_command.__doc__)
     a.add_argument('training', help='a toy, such as char_lm, or script.py:function: a function of a seed that '
-                   'returns a Training of chapter 29')
+                   'returns a Training of chapter 33')
     a.add_argument('--steps', type=positive, default=100, help='to watch (%(default)s)')
     a.add_argument('--seed', type=count, default=0, help='of the training (%(default)s)')
     a.add_argument('--html', help='a file for a page with table and picture')

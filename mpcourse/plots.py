@@ -138,7 +138,7 @@ def plot_step(
     here:tuple=(), # numbers of lines to be drawn strongly, the others pale; none: all
     ax=None, # a matplotlib Axes; a new one if None
 ):  # the Axes
-    "One training step of chapter 07 as a ring of boxes, in the colours of the formats"
+    "One training step of chapter 05 as a ring of boxes, in the colours of the formats"
     import matplotlib.pyplot as plt
     if ax is None: ax = plt.subplots(figsize=(7.2, 2.3))[1]
     strong = {n for a, b, line, _ in STEP_ARROWS if line in here for n in (a, b)} if here else set(STEP_BOXES)

@@ -1,4 +1,4 @@
-"""Is the advice of chapter 30 right? The nets of chapter 29, on which its rules were tried, and eleven others
+"""Is the advice of chapter 34 right? The nets of chapter 33, on which its rules were tried, and eleven others
 
 A row is a net. The advisor watches it with a seed that no judged training has (100 more). On the eleven each scheme is
 also *tried*, which is the rival: trained for the same hundred steps from the same weights, the mean of the last 20 training losses

@@ -1,4 +1,4 @@
-"""Who finds a scale when the loss is a thousand, a million, a billion times smaller? (chapter 21)
+"""Who finds a scale when the loss is a thousand, a million, a billion times smaller? (chapter 19)
 
 The net that reads a digit and draws it (studies/two_heads.py), whose loss is divided by 2^0, 2^10, 2^20 or
 2^30, as a change of units divides it. Adam's eps is divided by as much, so that FP32 trains as before.

@@ -1,4 +1,4 @@
-"""Which static scales train a net of seven sigmoid layers, and who needs no tuning? (chapter 21)
+"""Which static scales train a net of seven sigmoid layers, and who needs no tuning? (chapter 19)
 
 Graphcore's figure of BERT-Large in small: 800 steps of 256 digits, a learning rate that climbs to 1e-2
 and falls again, the loss divided by 16. A seed has learnt when its loss ends below 2.

@@ -1,4 +1,4 @@
-"""Who brings the two towers through the storm, which layers go dark, and who was warned? (chapter 20)
+"""Who brings the two towers through the storm, which layers go dark, and who was warned? (chapter 17)
 
 A row is a policy (a crew) and the step at which ten bad batches begin; a collector looks at the gradients.
 The small CNN flies through the same storm. Learnt: the loss ends below 1.5 (the CNN's below .1).

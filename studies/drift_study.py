@@ -1,4 +1,4 @@
-"""Does the right scale move far enough during a training to matter? (chapter 21)
+"""Does the right scale move far enough during a training to matter? (chapter 19)
 
 The ReLU net learns 128 digits by heart with Adam (eps 2^-70), so its loss, and its gradients, go to zero.
 `zero`: as it is. `hot`: at fifteen times the learning rate. `cold`: the loss is multiplied by a temperature

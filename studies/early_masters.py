@@ -1,4 +1,4 @@
-"""Do masters that are taken before the weights are rounded train better than those taken after? (chapter 09)
+"""Do masters that are taken before the weights are rounded train better than those taken after? (chapter 07)
 
 A row says when the FP32 copy is taken. A training of the deep sigmoid net has 300 steps of 128 digits, S = 2^11.
 """

@@ -1,4 +1,4 @@
-"""Which rule warns of a training that FP16 harms, and which cries wolf? (chapter 20)
+"""Which rule warns of a training that FP16 harms, and which cries wolf? (chapter 17)
 
 A row is a training. In every tenth step before the update a collector looks at the gradients, and a replay of the batch in FP32
 says what was flushed. For each rule and each threshold the result names the first step at which it would have warned (NaN:

@@ -1,4 +1,4 @@
-"""Which scheme trains which net as FP32 does? Nine nets, twenty schemes, ten seeds (chapter 29)
+"""Which scheme trains which net as FP32 does? Nine nets, twenty schemes, ten seeds (chapter 33)
 
 A row is a net and a scheme of `mpcourse.compare`, on quiet data: no bad batch. *half a million tokens*: the loss of
 the net on text is divided by 512, as a mean over so many micro-batches divides it, and Adam's epsilon with it, so that

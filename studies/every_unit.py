@@ -1,4 +1,4 @@
-"""Does a unit-scaled net need a scheme at all? Three nets in both forms, eight schemes, ten seeds (chapter 29)
+"""Does a unit-scaled net need a scheme at all? Three nets in both forms, eight schemes, ten seeds (chapter 33)
 
 A row is a net, its form (`ordinary` or `unit-scaled`) and a scheme of `mpcourse.compare`. Each form is compared with
 its own FP32. *text*: the pre-norm character model of `studies/unit_sweep.py`; *sigmoids* and *CNN*: the nets of

@@ -1,4 +1,4 @@
-"""Does fine-tuning in few bits keep what FP32 learns, or are its steps rounded away? (chapters 09 and 23)
+"""Does fine-tuning in few bits keep what FP32 learns, or are its steps rounded away? (chapters 07 and 21)
 
 A small GPT learns to predict the help texts of Python, then for 200 steps the source code of Python's library, with Adam and
 a small learning rate. Both passes are in FP32; a row says in which format the weights live between the steps, at which rate.

@@ -1,4 +1,4 @@
-"""A GPT with half a million tokens a step: does it learn in FP16 without a scale? (chapters 07 and 10)
+"""A GPT with half a million tokens a step: does it learn in FP16 without a scale? (chapters 05 and 08)
 
 As in nanoGPT, a step adds up the gradients of many micro-batches, and the loss of each is divided by their number. Here a
 step has 512 different micro-batches of 16 windows of 64 symbols, and a training 100 such steps: a quarter of an hour of one

@@ -1,4 +1,4 @@
-"""Does a mean over many tokens keep a GPT from learning in FP16? (chapters 07 and 10)
+"""Does a mean over many tokens keep a GPT from learning in FP16? (chapters 05 and 08)
 
 The loss of a step is a mean over its tokens, so each token's gradient is smaller the more there are. To try half a million
 tokens in seconds, all micro-batches of a step are here one and the same: their gradients are equal, so a step needs one of

@@ -1,4 +1,4 @@
-"""Does a factor for each layer lose fewer gradients than one scale for all, and train better? (chapter 22)
+"""Does a factor for each layer lose fewer gradients than one scale for all, and train better? (chapter 20)
 
 Four nets: eight sigmoid layers, 24 of them (which learn in no format), convolutions, a small transformer.
 Every twenty steps the batch's gradient is computed in FP32, too; a weight's flushed share is the share of

@@ -1,6 +1,6 @@
-"""Do schemes do on other nets what they do on those of chapter 29? Eleven nets that fail in other ways (chapter 30)
+"""Do schemes do on other nets what they do on those of chapter 33? Eleven nets that fail in other ways (chapter 34)
 
-These nets were written down before a rule of chapter 30's advisor was chosen, and are there to judge it. A row is a net
+These nets were written down before a rule of chapter 34's advisor was chosen, and are there to judge it. A row is a net
 and a scheme, as in `studies/every_scheme.py`; the score is the loss on new data.
 """
 import math

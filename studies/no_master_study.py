@@ -1,4 +1,4 @@
-"""Does a training need a master copy, or FP32 arithmetic? Graphcore's table, in small (chapter 23)
+"""Does a training need a master copy, or FP32 arithmetic? Graphcore's table, in small (chapter 21)
 
 Three layers on the digits, plain SGD with a batch of 4 and a small learning rate. A row is `arithmetic | storage`
 of the weights. 'FP16': each result is rounded to FP16, products are summed in FP32; 'FP16 sums': the running sum

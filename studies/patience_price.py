@@ -1,4 +1,4 @@
-"""How many steps does an ordinary training lose to each degree of patience? (chapter 14)
+"""How many steps does an ordinary training lose to each degree of patience? (chapter 10)
 
 The ReLU net on digits, 1,000 steps without a bad batch, from 2^24, growing after 100 clean steps.
 """

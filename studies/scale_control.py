@@ -1,6 +1,6 @@
-"""Can another learning rate replace the loss scale? (chapter 10)
+"""Can another learning rate replace the loss scale? (chapter 08)
 
-A row is a learning rate and FP32, or the recipe of chapter 07 at a scale of 1 or 2^11: the deep sigmoid net,
+A row is a learning rate and FP32, or the recipe of chapter 05 at a scale of 1 or 2^11: the deep sigmoid net,
 Adam, 200 steps. A seed has learnt when its loss ends 0.05 below a guesser's 2.30.
 """
 import math

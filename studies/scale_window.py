@@ -1,4 +1,4 @@
-"""At which static loss scales does the deep sigmoid net train? (chapter 10)
+"""At which static loss scales does the deep sigmoid net train? (chapter 08)
 
 A row is a learning rate and a scale, or a scale measured once, on the first batch. A seed has learnt
 when its loss ends below 2.

@@ -1,10 +1,10 @@
-"""Which remedies cure a sick training? Seven with one fault each; the solutions of six exercises stand here (chapter 31)
+"""Which remedies cure a sick training? Seven with one fault each; the solutions of six exercises stand here (chapter 35)
 
 A row is a training and a remedy. `measured`: a loss scale measured on the first batch. `start 2^24`: the training's own
 rule for the scale, from 2^24, or the course's where it has none (E: constant). `BF16`: autocast with FP32 weights.
 `own`: the cure that fits the cause. `lost` is the share of what FP32 learns without the fault, with the same seed, that
-is lost on new data; a training is cured if that is less than half, as in chapter 29. The rows `nothing` and `own` also
-hold the evidence of chapter 31.
+is lost on new data; a training is cured if that is less than half, as in chapter 33. The rows `nothing` and `own` also
+hold the evidence of chapter 35.
 """
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -177,22 +177,22 @@ def summed(seed, repaired):
 NOTES = dict(
     A="The weights are stored in BF16 and all lie on its grid; an update of 1e-4 is less than half of its spacing there, so most "
       "weights stand still. No loss scale helps, since gradients arrive. FP32 weights do, at twice the bytes; rounding the "
-      "update stochastically costs none (chapters 02 and 23).",
+      "update stochastically costs none (chapters 02 and 21).",
     B="In one batch of ten a picture is blank, so every key is masked and softmax sees minus infinity only. The loss leaves that "
       "picture out and is finite; its gradient is NaN in any format. A step that looks at gradients skips each tenth batch "
-      "for ever and trains; FP32 without a look shows the bug. Mask with -1e4 (chapter 08).",
+      "for ever and trains; FP32 without a look shows the bug. Mask with -1e4 (chapter 06).",
     C="From step 20 on sixteen batches are broken. Torch's rule halves the scale at each, from 2^16 down to 1, and needs 2,000 "
       "clean steps to double it; meanwhile the gradients of this net underflow. Holding the scale where the loss itself is not finite "
-      "cures it. From 2^24 the scale ends at 2^8, which is enough for some seeds and not for others (chapters 14 to 16).",
+      "cures it. From 2^24 the scale ends at 2^8, which is enough for some seeds and not for others (chapters 10, 13 and 14).",
     D="Fourteen sigmoids with PyTorch's first weights: each layer shrinks the gradient, the first ones lie nearly forty octaves "
-      "below the last, and nothing moves in FP32 either. No format is guilty. Xavier's weights with a gain of 4 (chapters 03 and 22).",
+      "below the last, and nothing moves in FP32 either. No format is guilty. Xavier's weights with a gain of 4 (chapters 03 and 20).",
     E="Products are taken in FP8 without scales, and most gradients of the first layers are smaller than 2^-17, where E5M2 ends. One loss scale that is "
       "measured cures it; 2^24 overflows. A scale for each tensor needs no measurement (chapter 27).",
     F="One picture is far too bright in step 50. The step is skipped, but the forward pass has already left infinities in "
       "BatchNorm's running statistics; training does not use them, evaluation does. FP32 and BF16 hold such numbers, and "
-      "forget them. Buffers have to go back with the weights (chapter 11).",
+      "forget them. Buffers have to go back with the weights (chapter 09).",
     G="Squares in units of 1/255 are added up over pixels and pictures: gradients soon exceed 65,504 without any scale, "
-      "and the scaler has nowhere to go. A mean (chapter 10).")
+      "and the scaler has nowhere to go. A mean (chapter 08).")
 PATIENTS = dict(
     A=Patient(stored, common() | {'nothing': store(lambda t: StaticScaler(1.)), 'measured': store(measured_scale),
               'start 2^24': store(lambda t: DynamicScaler(2.**24)), 'own': store(lambda t: StaticScaler(1.), 'stochastic')},

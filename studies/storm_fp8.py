@@ -1,4 +1,4 @@
-"""Does FP8 survive the storms that FP32 does not notice, and what keeps a bad batch out without FP16? (chapter 29)
+"""Does FP8 survive the storms that FP32 does not notice, and what keeps a bad batch out without FP16? (chapter 33)
 
 The net, the storms and the judgement are those of `studies/storm_heads.py`; products are taken in FP8, everything else
 in FP32, and a step whose gradients are not finite is skipped. `and a guard`: a batch whose loss is more than ten times

@@ -1,4 +1,4 @@
-"""Which policy survives a storm that neither loss nor accuracy shows? The net that reads and draws, twenty bad batches (chapter 16)
+"""Which policy survives a storm that neither loss nor accuracy shows? The net that reads and draws, twenty bad batches (chapter 14)
 
 A row is a policy and a storm of twenty batches from step 30 of 200. `bright`: one picture of twenty is 100,000 times
 too bright, so in FP16 the loss is not finite. `NaN`: the loss is finite, and the gradient of the predictions is NaN.

@@ -1,4 +1,4 @@
-"""What brings two towers through a storm of bad batches? (chapters 15 and 16)
+"""What brings two towers through a storm of bad batches? (chapters 13 and 14)
 
 A row is a policy and a storm. A storm has ten batches from step 30 of 300, and the loss is divided by 1,024,
 as a mean over so many micro-batches divides it, if nothing else is said.

@@ -1,4 +1,4 @@
-"""Does FP16 keep a second head, whose loss has a small weight, from learning? (README, chapters 03, 04, 10 and 14)
+"""Does FP16 keep a second head, whose loss has a small weight, from learning? (README, chapters 03, 04, 08 and 10)
 
 A row is a way to train the net that reads a digit and draws it, with Adam, 150 steps of 256 digits. The drawing's
 loss has a weight of .01; in the row *weight 1* it has a weight of 1.

@@ -25,7 +25,7 @@ DIAGNOSES = dict(
 
 @pytest.fixture(scope='module')
 def check():
-    path, = [p for p in NBS if p.stem == '31_cases']
+    path, = [p for p in NBS if p.stem == '35_cases']
     return checkers(path)['diagnose']
 
 
@@ -190,7 +190,7 @@ def test_where_seeds_differ_nothing_is_asked():
 
 
 def test_the_notebook_names_no_answer():
-    path, = [p for p in NBS if p.stem == '31_cases']
+    path, = [p for p in NBS if p.stem == '35_cases']
     text = path.read_text(encoding='utf-8').split('Put it to work')[0]
     for name in SIX:
         for word in (PATIENTS[name].cause, PATIENTS[name].cure): assert text.count(f"'{word}'") <= 1, f'{word} stands outside the lists of words'

@@ -164,9 +164,9 @@ def test_check_runs_solutions_and_says_what_is_wrong(capsys, tmp_path, monkeypat
     for code, exit_code, said in ((right, 0, 'to_master: right'), (right.replace('.float()', ''), 1, 'to_master: no: The gradient came back'),
                                   ('def to_master(): pass', 1, 'to_master: no: TypeError')):
         mine.write_text(code)
-        got, out, err = out_of(capsys, 'check', '11', str(mine))
+        got, out, err = out_of(capsys, 'check', '09', str(mine))
         assert got == exit_code and out.startswith(said) and not err
-    for argv, said in ((['77', str(mine)], 'no chapter 77'), (['11', 'nowhere.py'], 'nowhere.py'), (['12', str(mine)], 'none of')):
+    for argv, said in ((['77', str(mine)], 'no chapter 77'), (['09', 'nowhere.py'], 'nowhere.py'), (['12', str(mine)], 'none of')):
         got, out, err = out_of(capsys, 'check', *argv)
         assert got == 2 and not out and said in err
 

@@ -631,7 +631,7 @@ def test_a_climber_that_asks_the_host_is_rejected():
 
 def test_the_course_s_own_solutions_pass_and_its_stubs_do_not():
     from tools.exercises import all_exercises, own
-    chosen = [e for e in all_exercises() if e.id[:2] in ('01', '10', '11')]
+    chosen = [e for e in all_exercises() if e.id[:2] in ('01', '08', '09')]
     assert len(chosen) == 9 and own(chosen) == []
 
 

@@ -206,7 +206,7 @@ def test_rotated_blocks(tmp_path):
 
 
 def test_bytes_for_each_weight(tmp_path):
-    "Of Adam, as the tables of chapters 09 and 23 have them"
+    "Of Adam, as the tables of chapters 07 and 21 have them"
     parts = dict(weights=2, masters=0, gradients=2, moments=8, activations=5)
     each = dict(FP32=dict(weights=4, gradients=4, moments=8), masters=dict(weights=2, masters=4, gradients=6, moments=8),
                 Kahan=parts | dict(remainders=2), stochastic=parts)

@@ -191,7 +191,7 @@ def test_master_update_is_that_of_float64(seed, widths, k, norm, kind):
     for _ in range(4):
         net.zero_grad()
         with fast_half(): (net(x).float().square().mean()*2.**k).backward()
-        assume(all(p.grad.isfinite().all() for p in net.parameters()))      # overflow is chapter 08's
+        assume(all(p.grad.isfinite().all() for p in net.parameters()))      # overflow is chapter 06's
         to_master_grads(ps, ms, 2.**-k)
         for r,p in zip(refs, net.parameters()):
             g = p.grad.double()*2.**-k

@@ -1,4 +1,4 @@
-"Chapter 07's loop, beside the training step and the callback that grow out of it"
+"Chapter 05's loop, beside the training step and the callback that grow out of it"
 import copy
 
 import pytest

@@ -509,7 +509,7 @@ def test_wrong_arguments_are_refused(args):
 
 
 def test_als_finds_its_scale():
-    "The rule of chapter 21 in two lines: up from 1 until the largest gradients reach 2^13"
+    "The rule of chapter 19 in two lines: up from 1 until the largest gradients reach 2^13"
     run = train_toy('deep_sigmoid', MixedStep(ALS()), steps=120)
     assert run.history['scale'][-1] > 2**8 and not any(run.history['skipped'][:10])
 

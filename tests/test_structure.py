@@ -10,10 +10,11 @@ TEXTS = {p: [''.join(c['source']) for c in cells] for p, cells in CELLS.items()}
 # module → the number of the notebook that exports it
 NUMBER = {m[1]: int(p.name[:2]) for p in NBS for t in TEXTS[p] if (m := re.match(r'#\| *default_exp +(\w+)', t))}
 NOTEBOOK = {m[1]: p for p in NBS for t in TEXTS[p] if (m := re.match(r'#\| *default_exp +(\w+)', t))}
-CHAPTERS = [p for p in NBS if re.match(r'(0[1-9]|1\d|2\d|3[01])_', p.name)]
+CHAPTERS = [p for p in NBS if re.match(r'(0[1-9]|[12]\d|3[0-5]|86)_', p.name)]
 # split from longer chapters, or not complete: the template is due when they are written anew
 BEGUN = set()
 TOOLS = {'doctor', 'cli', 'all'}
+LABORATORY = {'toys', 'zoo', 'plots', 'tensorcore'}      # any module may import them
 LIBRARY = [m for m in NUMBER if m not in TOOLS]
 # without fastai: the modules that DESIGN.md marks so, as far as they are written
 LIGHT = '''plots formats rounding toys tensorcore emulate half master scaler step dynamic policies simulator gradscaler
@@ -95,7 +96,7 @@ def test_all_brings_every_name_of_the_library():
 def test_imports_only_point_down(module):
     for name in internal_imports(tree(module)):
         assert name in NUMBER, f'{module} imports {name}, which no notebook exports'
-        if name != 'plots': assert NUMBER[name] < NUMBER[module], f'{module} ({NUMBER[module]}) imports {name} ({NUMBER[name]})'
+        if name not in LABORATORY: assert NUMBER[name] < NUMBER[module], f'{module} ({NUMBER[module]}) imports {name} ({NUMBER[name]})'
 
 
 @sources

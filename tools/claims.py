@@ -1,7 +1,7 @@
 """A claim is true on every machine: run the chapters under other seeds, threads, instruction sets and interpreters.
 
     python tools/claims.py                                        everything that changed since the stored table
-    python tools/claims.py --chapters 14 16 --seeds 0-9 --only seeds
+    python tools/claims.py --chapters 10 16 --seeds 0-9 --only seeds
     python tools/claims.py --python ../other/bin/python --only pythons
     python tools/claims.py --table                                the stored table, nothing run
 

@@ -21,8 +21,8 @@ from tools.pages import directives, index_html, page_html
 
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = [f'{v}_NUM_THREADS' for v in ('OMP', 'MKL', 'OPENBLAS', 'NUMEXPR')]
-PARTS = {0: '', 1: 'Part I · Numbers and failures', 7: 'Part II · Training in FP16', 14: 'Part III · Choosing the scale',
-         25: 'Part IV · Scaling the operations', 29: 'Part V · Deciding', 88: 'Appendix'}
+PARTS = {0: '', 1: 'Part I · Numbers and failures', 5: 'Part II · Training in FP16', 13: 'Part III · Choosing and watching',
+         23: 'Part IV · Few bits', 33: 'Part V · Deciding', 86: 'Appendix'}
 
 
 # --- chapters ---

@@ -27,7 +27,7 @@ class Exercise:
     solution: str  # the course's own, as Python
 
     @property
-    def id(self): return f'{self.notebook.name[:2]}.{self.number}' # '10.2'
+    def id(self): return f'{self.notebook.name[:2]}.{self.number}' # '08.2'
 
 
 def notebooks(): return sorted(p for p in (ROOT/'nbs').glob('[0-9]*.ipynb') if p.name < '88')
@@ -149,12 +149,12 @@ def in_process(e, code, seconds):
 
 
 def mark(
-    path: Path,      # a student's notebook or Python file, named as the chapter: 10_scaler.ipynb, 10_mine.py
+    path: Path,      # a student's notebook or Python file, named as the chapter: 08_scaler.ipynb, 08_mine.py
     seconds: int=60, # for each answer
 ) -> dict: # points, of how many, and a row for each exercise
     "Marks for one chapter"
     todo, rows = [e for e in all_exercises() if e.id.startswith(path.name[:2])], []
-    if not todo: raise SystemExit(f'{path.name} names no chapter with exercises: let its name begin with the number, as in 10_mine.py.')
+    if not todo: raise SystemExit(f'{path.name} names no chapter with exercises: let its name begin with the number, as in 08_mine.py.')
     for e in todo:
         mine = [code for code in answers(path) if re.search(rf'^(def|class) {e.name}\b|^{e.name} *=', code, re.M)]
         row = in_process(e, mine[-1], seconds) if mine else dict(state='not tried', says='')
@@ -179,7 +179,7 @@ def make_parser():
     sub.add_parser('list', help='all exercises with their points')
     sub.add_parser('strip', help='notebooks without solutions').add_argument('out', type=Path, help='a folder')
     m = sub.add_parser('mark', help="a student's file, as JSON; exit code 1 where an answer is wrong")
-    m.add_argument('file', type=Path, help='10_scaler.ipynb, 10_mine.py')
+    m.add_argument('file', type=Path, help='08_scaler.ipynb, 08_mine.py')
     m.add_argument('--seconds', type=int, default=60, help='for each answer (%(default)s)')
     sub.add_parser('self', help='every solution passes, no stub does').add_argument('chapters', nargs='*', help='all, if none is given')
     j = sub.add_parser('judge', help='a word on a line, then one answer, from the standard input')
