@@ -205,6 +205,9 @@ def test_first_cell(path):
     assert CELLS[path][0]['cell_type'] == 'markdown'
     lines = [x for x in TEXTS[path][0].splitlines() if x.strip()]
     assert re.match(r'# \S', lines[0]) and lines[1].startswith('> ')
+    promise = lines[1].removeprefix('> ')
+    sentence = re.split(r'(?<=[.?!]) ', promise)[0]         # which README takes
+    assert len(promise.split()) <= 25 and (len(sentence.split()) <= 12 or path.stem == 'index'), promise
     extra = [x for x in lines[2:] if not re.match(r'(> |- [\w-]+: )', x)]
     assert not extra, f'nbdev drops this text: {extra}'
     assert sum(bool(re.match(r'# ', x)) for t, c in zip(TEXTS[path], CELLS[path]) if c['cell_type'] == 'markdown' for x in t.splitlines()[:1]) == 1
@@ -357,6 +360,7 @@ def test_the_table_of_chapters_has_a_cell_of_its_own():
 
 def test_readme_names_every_chapter_and_command():
     text = (ROOT/'README.md').read_text(encoding='utf-8')
+    assert len(text.encode()) <= 12*1024
     for p in CHAPTERS: assert f'nbs/{p.name}' in text, f'{p.name} is missing in the chapter table'
     for command in ('make course', 'make lab'): assert command in text
     for target in re.findall(r'\]\((?!https?:|#)([^)#]+)[^)]*\)', text): assert (ROOT/target).exists(), f'{target} does not exist'

@@ -311,12 +311,3 @@ def test_the_default_epsilon_breaks_every_form_in_half():
             opt = torch.optim.Adam(model.parameters(), .01, (.9, .99), eps)
             study('unit_sweep').module.all_half(scale)(model, *next(iter(toys.batches(toys.char_text(32), 16, 1))), opt, unit_cross_entropy if unit else toys.cross_entropy)
             assert breaks == (not all(p.isfinite().all() for p in model.parameters())), (form, eps)
-
-
-def test_the_front_page_has_the_tables_numbers():
-    from mpcourse.compare import standings
-    page = (ROOT/'README.md').read_text(encoding='utf-8')
-    for scheme, line in standings(study('every_scheme')).items():
-        if scheme == 'FP32 rounded once': continue
-        cells = [str(line['ties']), *('; '.join(line[k]) or '–' for k in ('open', 'apart', 'fails', 'refuses'))]
-        assert f'| {scheme} | {" | ".join(cells)} |' in page, f'{scheme}: the front page tells another story than the study: {cells}'

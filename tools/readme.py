@@ -13,17 +13,20 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCAL = r'(?!https?:|/|#|\.\./|mailto:)'
 
 
+def first_sentence(text): return re.split(r'(?<=[.?!]) ', text)[0].rstrip('.')
+
+
 def chapter_table(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> str: # Markdown
-    "The table of chapters: number, title, minutes and promise, as the chapters themselves say them"
-    rows = ['| | chapter | minutes | what breaks, and what you own at the end |', '|---|---|--:|---|']
+    "The table of chapters: number, title, minutes and the first sentence of the promise, as the chapters themselves say them"
+    rows = ['| | chapter | minutes | what breaks |', '|---|---|--:|---|']
     heads = {f'{k:02}': v.partition(' · ') for k, v in PARTS.items() if v}
     for ch in chapters(nbs)[1:]:
         if ch.number in heads:
             part, _, title = heads[ch.number]
             rows.append(f'| {f"**{part[5:]}**" if title else ""} | **{title or part}** | |  |')
-        rows.append(f'| {ch.number} | [{ch.title}]({ch.path.name}) | {ch.minutes} | {ch.promise} |')
+        rows.append(f'| {ch.number} | [{ch.title}]({ch.path.name}) | {ch.minutes} | {first_sentence(ch.promise)} |')
     return '\n'.join(rows)
 
 
