@@ -362,7 +362,7 @@ def test_readme_names_every_chapter_and_command():
     text = (ROOT/'README.md').read_text(encoding='utf-8')
     assert len(text.encode()) <= 12*1024
     for p in CHAPTERS: assert f'nbs/{p.name}' in text, f'{p.name} is missing in the chapter table'
-    for command in ('make course', 'make lab'): assert command in text
+    for command in ('make course', 'make test'): assert command in text
     for target in re.findall(r'\]\((?!https?:|#)([^)#]+)[^)]*\)', text): assert (ROOT/target).exists(), f'{target} does not exist'
 
 
