@@ -19,7 +19,7 @@ LIBRARY = [m for m in NUMBER if m not in TOOLS]
 # without fastai: the modules that DESIGN.md marks so, as far as they are written
 LIGHT = '''plots formats rounding toys tensorcore emulate half master scaler step dynamic policies simulator gradscaler
            recipe monitor underflow als layerwise accumulate distributed unit unit_models fp8 fourbits zoo doctor'''.split()
-HEADINGS = ['What goes wrong', 'See it', 'Put it to work', 'What we built', 'Exercises', 'Further reading']
+HEADINGS = ['What goes wrong', 'What we built', 'In earnest', 'Questions', 'Exercises', 'Further reading']
 # functions longer than 25 lines, each with its reason
 LONG = {}
 sources = pytest.mark.parametrize('module', NUMBER)
@@ -220,9 +220,14 @@ def test_headings_in_order(path):
     shown = [re.sub(r':::+ *\{[^}]*\}\s*\n+#+ .+', '', t) for t in md]  # a callout's first heading is its title
     heads = [m[1].strip() for t in shown for m in re.finditer(r'^## (.+)$', t, re.M)]
     found = [h for h in heads if h in HEADINGS]
-    assert found == HEADINGS, f'found {found}'
-    between = heads[heads.index('What goes wrong') + 1:heads.index('See it')]
-    assert 2 <= len(between) <= 7, f'steps: {between}'
+    assert found == [h for h in HEADINGS if h in found or h not in ('In earnest', 'Questions')], f'found {found}'
+    steps = heads[heads.index('What goes wrong') + 1:heads.index('What we built')]
+    assert 2 <= len(steps) <= 9, f'steps: {steps}'
+    for t, c in zip(TEXTS[path], CELLS[path]):
+        if c['cell_type'] != 'markdown' or '## In earnest' not in t: continue
+        assert t.startswith('## In earnest') and '\n## ' not in t, 'pages fold the cells from here to the next cell that begins with ##'
+        assert c['metadata'] == {'jp-MarkdownHeadingCollapsed': True}, 'JupyterLab folds it, too'
+    if 'In earnest' in heads: assert any(t.startswith(f'## {heads[heads.index("In earnest") + 1]}') for t in md)
 
 
 @chapters

@@ -61,6 +61,19 @@ def join_imports(
     return out
 
 
+def fold_earnest(
+    cells, # of a notebook
+) -> list: # the same, the section In earnest between two more cells
+    "Put what makes a chapter's code robust under one fold; it is open where a cell in it has failed"
+    def begins(c, heading): return c.cell_type == 'markdown' and c.source.startswith(heading)
+    start = next((i for i, c in enumerate(cells, 1) if begins(c, '## In earnest')), None)
+    if start is None: return cells
+    end = next((i for i in range(start, len(cells)) if begins(cells[i], '## ')), len(cells))
+    failed = any(o.output_type == 'error' for c in cells[start:end] for o in c.get('outputs', ()))
+    opening = f'::::: {{.callout-note collapse="{str(not failed).lower()}"}}\n\n## Open this section'
+    return [*cells[:start], new_markdown_cell(opening), *cells[start:end], new_markdown_cell(':::::'), *cells[end:]]
+
+
 # --- Markdown ---
 
 def mathml(
@@ -176,7 +189,7 @@ def set_views(
 ) -> dict: # the same notebook
     "Make the cells of a notebook ready for the template"
     ends = []
-    nb.cells = join_imports(nb.cells)
+    nb.cells = fold_earnest(join_imports(nb.cells))
     if nb.cells and nb.cells[0].cell_type == 'markdown':
         nb.cells[0].source = re.sub(r'^(# .*|>.*|- [\w-]+: .*)$', '', nb.cells[0].source, flags=re.M)
     for c in nb.cells:

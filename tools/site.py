@@ -15,7 +15,7 @@ import nbformat
 from nbformat.v4 import new_markdown_cell, new_output
 from tools.course import chapters, executed, is_fresh, run_course
 from tools.runtime import links
-from tools.pages import directives, is_imports, join_imports, widget_html
+from tools.pages import directives, fold_earnest, is_imports, join_imports, widget_html
 
 VIEW, STATE = 'application/vnd.jupyter.widget-view+json', 'application/vnd.jupyter.widget-state+json'
 NO_QUARTO = ('The site is built with Quarto, and there is no `quarto` on the PATH: install it from '
@@ -126,7 +126,7 @@ def for_site(nb, ch):
     state = nb.metadata.pop('widgets', {}).get(STATE, {}).get('state', {})
     failed = is_failed(nb)
     title_cell(nb.cells[0], ch, failed)
-    nb.cells = join_imports(nb.cells)
+    nb.cells = fold_earnest(join_imports(nb.cells))
     top = [nb.cells[0], *[banner(nb)]*failed, new_markdown_cell(links(ch))]
     body = []
     for no, cell in enumerate(nb.cells[1:], 2):
