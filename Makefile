@@ -1,4 +1,4 @@
-# make course · test · check · claims · lab · site · studies · bench · oracle · mutants · fuzz · matrix · readme
+# make course · test · check · claims · lab · site · studies · bench · mutants · fuzz · matrix · readme
 # Each target sets up .venv by itself; a second run installs nothing. settings.ini says what is installed.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ CHAPTERS ?=
 STUDIES ?= $(filter-out studies/runner.py,$(wildcard studies/*.py))
 OUT ?= _course
 
-.PHONY: help course test check claims lab site studies bench oracle mutants fuzz matrix readme
+.PHONY: help course test check claims lab site studies bench mutants fuzz matrix readme
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -35,9 +35,6 @@ studies: .venv/.installed ## results over many seeds, each beside its script in 
 
 bench: .venv/.installed ## timings, to bench/results/
 	@$(BIN)/python bench/run.py $(BENCH)
-
-oracle: .venv/.installed ## trainings of this tree against the first edition's, bit for bit (CASES="step als" for some)
-	@$(BIN)/python tools/oracle.py $(CASES)
 
 mutants: .venv/.installed ## break one line at a time: tests must see it (MUTANTS="step als" for some modules)
 	@$(BIN)/python tools/mutants.py $(MUTANTS)

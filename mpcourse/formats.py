@@ -321,7 +321,7 @@ def bit_html(
     rows = {'stored': repr(v), 'code': f'0x{code:0{-(-f.bits//4)}x}', 'error': _error(x, v)}
     if v == v: rows['neighbours'] = ' and '.join(f'{n:.6g}' for n in f.neighbours(v))
     if abs(v) <= f.max: rows['spacing'] = f'{f.spacing(v):.4g}'
-    table = ''.join(f'<tr><td>{k}<td>{t}' for k,t in rows.items())
+    table = ''.join(f'<tr><td>{k}</td><td>{t}</td></tr>' for k,t in rows.items())
     return f'<div class=mp-bits><b>{f.name}</b> {_fields_html(f, code)}<table>{table}</table></div>'
 
 # %% ../nbs/01_formats.ipynb #52a8f825

@@ -181,3 +181,15 @@ def test_code_has_contrast_on_every_ground_in_light_and_dark():
     for fore in colours + [re.search(rf'--ink: {pair}', css).groups()]:
         for back in grounds:
             for i in (0, 1): assert contrast(fore[i], back[i]) >= 4.5, (fore[i], back[i])
+
+
+def test_in_earnest_is_one_fold_and_open_where_it_failed():
+    def shown(*code_outputs):
+        code = nbformat.v4.new_code_cell('1', outputs=[*code_outputs])
+        md = nbformat.v4.new_markdown_cell
+        return [c.source for c in P.fold_earnest([md('## What we built'), md('## In earnest\n\nMore.'), md('### A'), code, md('## Questions')])]
+    fold = '::::: {{.callout-note collapse="{}"}}\n\n## Open this section'
+    whole = ['## What we built', '## In earnest\n\nMore.', fold.format('true'), '### A', '1', ':::::', '## Questions']
+    assert shown() == whole
+    error = nbformat.v4.new_output('error', ename='E', evalue='', traceback=[])
+    assert shown(error) == [fold.format('false') if s.startswith(':::::') and 'collapse' in s else s for s in whole]

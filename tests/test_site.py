@@ -332,7 +332,7 @@ class TestSmallSite:
         html = (small_site/'formats.html').read_text()
         assert re.search(r'class="sidebar-[^>]*>\s*<span class="menu-text">90 · Plots', html)
         assert '/issues/new' in html and 'property="og:title"' in html and 'name="twitter:card"' in html
-        assert html.count('id="floatformat"') == 1 and '>source<' not in html
+        assert html.count(' id="floatformat"') == 1 and '>source<' not in html
         assert 'rel="icon"' in html and (small_site/'emblem.svg').exists()
 
     def test_every_link_leads_somewhere(self, small_site):

@@ -168,7 +168,7 @@ M = [Mutant(*row) for row in (
     ('policies', 'x = torch.where(bad, self.overflow_as,', 'x = torch.where(bad, 16.,', 'policies', 'its_formulas'),
     ('policies', 'if s.clean == interval: s.scale, s.clean, s.patience = s.scale*2, 0, hysteresis', 'if s.clean == interval: s.scale, s.clean = s.scale*2, 0', 'policies', 'golden_megatron'),
     ('policies', 'fastai=dict(NO_FLOOR, init_scale=2.**24, growth_interval=500, consecutive=False)', 'fastai=dict(NO_FLOOR, init_scale=2.**24, growth_interval=500)', 'policies', 'golden_fastai'),
-    ('als', 'return torch.where(bad | decide & large, self.scale/self.factor,', 'return torch.where(bad | decide & large, self.scale,', 5, 'first_editions and als'),
+    ('als', 'return torch.where(bad | decide & large, self.scale/self.factor,', 'return torch.where(bad | decide & large, self.scale,', 5, 'as_stored and als'),
     ('als', 'torch.where(bad | decide & large', 'torch.where(decide & large', 'als', 'at_once'),
     ('als', "> self.threshold*stats['numel']", ">= self.threshold*stats['numel']", 'als', 'more_than'),
     ('als', 'new = torch.where(decide, up, self.scale)', 'new = up', 'als', 'exact_traces'),

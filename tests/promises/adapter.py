@@ -1,39 +1,25 @@
-"""The one place where the promises touch the library: a rewrite changes this file and no test.
-
-The tests run against the first edition (commit 76d9f0d) too: `PLACES` says where a name lived there and lives now.
-Run them on another tree by starting pytest in it:  cd TREE && python -m pytest …/tests/promises"""
-import importlib, importlib.util, inspect
+"The one place where the promises touch the library: a rewrite changes this file and no test"
+import importlib
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
 
-FIRST = importlib.util.find_spec('mpcourse.static') is not None         # is this the first edition?
-PLACES = dict(StaticScaler=('static', 'scaler'), MixedStep=('static', 'step'), unscale_=('static', 'step'),
-              get_policy=('policies', 'policies'), ALSScaler=('als', 'als'), GradScaler=('gradscaler', 'gradscaler'),
-              fast_half=('emulate', 'tensorcore'), named_gradients=('static', 'step'), take_step=('static', 'step'),
-              get_master=('master', 'master'),
-              to_model_params=('master', 'master'), to_master_grads=('master', 'master'), get_toy=('toys', 'toys'),
-              batches=('toys', 'toys'), tensor_dls=('callback', 'callback'),
-              MixedPrecisionCB=('callback', 'callback'), CheckpointCB=('callback', 'checkpoint'),
-              save_training_state=('master', 'checkpoint'), load_training_state=('master', 'checkpoint'),
-              model_to_half=('half', 'half'), model_to_float=('half', 'half'), unit_scale=('unit_models',)*2,
-              simulate_fp8=('fp8', 'fp8'), quantize=('rounding', 'rounding'), Observation=('static', 'static'))
-ARGUMENTS = dict(min_scale='floor', max_scale='ceiling')                # as the design names them: as they are named
+# name → the module that has it
+PLACES = dict(StaticScaler='scaler', MixedStep='step', unscale_='step', get_policy='policies', ALSScaler='als', GradScaler='gradscaler',
+              fast_half='tensorcore', named_gradients='step', take_step='step', get_master='master', to_model_params='master',
+              to_master_grads='master', get_toy='toys', batches='toys', tensor_dls='callback', MixedPrecisionCB='callback',
+              CheckpointCB='checkpoint', save_training_state='checkpoint', load_training_state='checkpoint',
+              model_to_half='half', model_to_float='half', unit_scale='unit_models', simulate_fp8='fp8', quantize='rounding')
 
 
-def _get(name): return getattr(importlib.import_module(f'mpcourse.{PLACES[name][not FIRST]}'), name)
+def _get(name): return getattr(importlib.import_module(f'mpcourse.{PLACES[name]}'), name)
 
 
 def make_scaler(kind='dynamic', **kw):
     "A policy by its name: static, dynamic, als, megatron, torch, fastai, logmax …"
-    if not FIRST:
-        if kind == 'als': return _get('ALSScaler')(**kw)
-        return _get('get_policy')('dynamic', **dict(hysteresis=2) | kw) if kind == 'hysteresis' else _get('get_policy')(kind, **kw)
-    cls = _get('ALSScaler') if kind == 'als' else type(_get('get_policy')(kind))
-    known = inspect.signature(cls).parameters
-    names = dict(init_scale=next(iter(known))) | ARGUMENTS
-    return cls(**{k if k in known else names.get(k, k): v for k,v in kw.items()})
+    if kind == 'als': return _get('ALSScaler')(**kw)
+    return _get('get_policy')('dynamic', **dict(hysteresis=2) | kw) if kind == 'hysteresis' else _get('get_policy')(kind, **kw)
 
 
 def next_scales(scaler, found, amax=None):
@@ -44,15 +30,9 @@ def next_scales(scaler, found, amax=None):
         if isinstance(want, tuple): return 1000.*(bad or top >= want[1])        # ('above', edge), of a million
         return dict(found_inf=float(bad), found_after=0., total=1e6, numel=1e6)[want]
     out = []
-    if not FIRST: told_all = lambda bad, top: {w: torch.tensor(told(w, bad, top)) for w in scaler.wants}
     for bad, top in zip(found, amax or [1.]*len(found)):
-        if not FIRST:
-            scaler.update(dict(found_inf=torch.tensor(float(bad)), loss_finite=torch.tensor(1.)) | told_all(bad, top))
-            out.append(scaler.scale.item())
-            continue
-        wants = sorted(scaler.wants, key=lambda w: (w != 'found_inf', str(w)))
-        values = torch.tensor([told(w, bad, top) for w in wants])
-        scaler.update(_get('Observation')(tuple(wants), values))
+        stats = {w: torch.tensor(told(w, bad, top)) for w in scaler.wants}
+        scaler.update(dict(found_inf=torch.tensor(float(bad)), loss_finite=torch.tensor(1.)) | stats)
         out.append(scaler.scale.item())
     return out
 
@@ -103,7 +83,6 @@ def toy(name, seed=0, steps=20, bs=None):
 
 def make_gradscaler(policy=None, hold=None, group=None, **kw):
     "The drop-in; hold=False: torch's decisions, step for step"
-    if FIRST: return _get('GradScaler')(policy, group=group, **kw)
     return _get('GradScaler')(policy=policy, hold=hold, group=group, **kw)
 
 

@@ -57,8 +57,7 @@ def alike(model): return model      # in the place of DDP: the ranks' gradients 
 
 def by_gradscaler(rank, policy, fused=False, wrap=DDP):
     model = net()
-    s = A.make_gradscaler(scaler(policy), group=dist.group.WORLD, **{} if A.FIRST else dict(model=model))
-    if A.FIRST and policy == 'als': s.attach(model)
+    s = A.make_gradscaler(scaler(policy), group=dist.group.WORLD, model=model)
     inner, opt, trace = wrap(model), torch.optim.AdamW(model.parameters(), lr=.01, fused=fused), []
     for i in range(STEPS):
         x, y = data(rank, i)
@@ -207,7 +206,7 @@ def everything(rank, folder):
     warnings.simplefilter('ignore')
     out = {}
     for p in POLICIES:
-        if not (A.FIRST and p == 'als'): out['gradscaler', p] = by_gradscaler(rank, p)
+        out['gradscaler', p] = by_gradscaler(rank, p)
         out['step', p] = by_step(rank, p)
     out['fused', 'dynamic'] = by_gradscaler(rank, 'dynamic', True)
     for p in ('dynamic', 'als'): out['learner', p], out['alone', p] = by_learner(rank, p), by_step_alone(rank, p)
@@ -215,7 +214,7 @@ def everything(rank, folder):
     out['gradscaler alone', 'dynamic'] = by_gradscaler(rank, 'dynamic', wrap=alike) | dict(weights=[])
     out['learner alone', 'dynamic'] = by_learner(rank, 'dynamic', wrap=alike) | dict(weights=[])
     out['sees all', 'als'], out['buffers', 'static'] = sees_all(rank), buffers_go_back(rank)
-    for h in ('step', 'gradscaler')*(not A.FIRST): out['no gradients', h], out['join', h] = no_gradients_on_one(rank, h), joined(rank, h)
+    for h in ('step', 'gradscaler'): out['no gradients', h], out['join', h] = no_gradients_on_one(rank, h), joined(rank, h)
     out['refusal', 'dynamic'] = first_batch_bad(rank)
     dist.barrier()
     out['resumed', 'dynamic'] = resumed(rank, folder)

@@ -174,14 +174,12 @@ def test_an_interrupted_lr_find_leaves_a_plain_model(policy, tmp_path):
     is_plain(learn.model)
 
 
-LATE = pytest.mark.xfail(A.FIRST, strict=True, reason='the first edition: the guard wraps the batch alone, and hooks stay after an exception between batches')
 
 
 @pytest.mark.parametrize('policy', ('dynamic', 'als'))
 @pytest.mark.parametrize('error', (KeyboardInterrupt(), ValueError('x')), ids=('ctrl-c', 'error'))
 @pytest.mark.parametrize('event', EVENTS)
-def test_after_an_exception_the_model_is_plain(event, error, policy, tmp_path, request):
-    if policy == 'als' and event in ('before_batch', 'after_batch'): request.applymarker(LATE)
+def test_after_an_exception_the_model_is_plain(event, error, policy, tmp_path):
     learn = learner(tmp_path, policy)
     with pytest.raises(type(error)), learn.no_logging(): learn.fit(1, cbs=At(event, raises(error)))
     is_plain(learn.model)

@@ -30,9 +30,7 @@ def graves(tmp_path_factory):
     return root, p.stderr
 
 
-BROKEN = pytest.mark.xfail(A.FIRST, strict=True, reason='the first edition: a file with the losses of a fastai loss cannot be read back')
-MANY = pytest.mark.xfail(A.FIRST, reason='the first edition: one fit a script')
-LIVES = [pytest.param(r, k, marks=BROKEN if r == 'flat_loss' else MANY if r in killed.SCRIPTS else ()) for r,(_, ks) in killed.RUNS.items() for k in ks if k]
+LIVES = [(r, k) for r,(_, ks) in killed.RUNS.items() for k in ks if k]
 
 
 @pytest.mark.parametrize('run, point', LIVES)
@@ -53,10 +51,9 @@ def test_the_runs_do_skip_steps_and_move_the_scale(graves):
     assert any(r[2] for r in whole['rows']) and len({r[1] for r in whole['rows']}) > 2
 
 
-LITTER = pytest.mark.xfail(A.FIRST, strict=True, reason="the first edition: a killed writer's temporary file stays")
 
 
-@pytest.mark.parametrize('run, point', [pytest.param(r, k, marks=LITTER) for r,k in (('loop', 'save'), ('loop', 'replace'), ('fit', 'replace'))])
+@pytest.mark.parametrize('run, point', [('loop', 'save'), ('loop', 'replace'), ('fit', 'replace')])
 def test_a_killed_writer_leaves_nothing_for_ever(run, point, graves):
     said = torch.load(graves[0]/f'{run}-{point}'/'said.pt')
     assert said['second'] == 0 and [n for n in said['end'] if not n.endswith(('.pt', '.lock'))] in ([], [f'{run}.ckpt'])
@@ -80,7 +77,7 @@ def fastai_tensor():
     return torch.ones(2).as_subclass(TensorBase)
 
 
-@pytest.mark.parametrize('what', ('function', 'set', 'object', pytest.param('tensor', marks=BROKEN), pytest.param('nested tensor', marks=BROKEN)))
+@pytest.mark.parametrize('what', ('function', 'set', 'object', 'tensor', 'nested tensor'))
 def test_what_cannot_be_read_back_is_refused_when_it_is_saved_or_it_is_read_back(what, tmp_path):
     values = {'function': lambda: len, 'set': lambda: {1}, 'object': object, 'tensor': fastai_tensor,
               'nested tensor': lambda: dict(log=[1., [fastai_tensor()]])}
@@ -187,10 +184,9 @@ def test_an_old_file_without_a_scaler_warns_and_goes_on(tmp_path):
     assert equal(m.state_dict(), n.state_dict())
 
 
-LATE = pytest.mark.xfail(A.FIRST, strict=True, reason='the first edition: a folder that cannot be written to is found at the first save')
 
 
-@pytest.mark.parametrize('where', (pytest.param('missing/x.ckpt', marks=LATE), 'folder'))
+@pytest.mark.parametrize('where', ('missing/x.ckpt', 'folder'))
 def test_a_path_that_cannot_be_is_found_before_the_first_step(where, tmp_path):
     (tmp_path/'folder').mkdir()
     x, y = killed.data(); steps = []

@@ -20,13 +20,9 @@ def both(ranks):
     return KEPT['both']
 
 
-def bad(reason): return pytest.mark.xfail(A.FIRST, strict=True, reason=f'the first edition: {reason}')
-
-
-SHARDED = bad('sharded gradients of a policy that counts')
-CASES = [*[('step', p) for p in on_ranks.POLICIES], *[('gradscaler', p) for p in on_ranks.POLICIES if not (A.FIRST and p == 'als')], ('fused', 'dynamic'), ('gradscaler alone', 'dynamic'), ('learner alone', 'dynamic'),
+CASES = [*[('step', p) for p in on_ranks.POLICIES], *[('gradscaler', p) for p in on_ranks.POLICIES], ('fused', 'dynamic'), ('gradscaler alone', 'dynamic'), ('learner alone', 'dynamic'),
          *[(h, p) for h in ('learner', 'alone') for p in ('dynamic', 'als')], ('sharded', 'dynamic'),
-         pytest.param('sharded', 'logmax', marks=SHARDED), pytest.param('sharded', 'als_weights', marks=SHARDED)]
+         ('sharded', 'logmax'), ('sharded', 'als_weights')]
 
 
 @pytest.mark.parametrize('host, policy', CASES)
@@ -49,7 +45,6 @@ def test_a_rank_without_gradients_takes_part_in_the_decision(host, both):
     assert a == b and (a == [False, False, True, False] if host == 'step' else a[2] < a[1])
 
 
-@bad('buffers keep what a skipped step wrote')
 def test_a_step_skipped_for_one_rank_puts_the_buffers_of_all_back(both):
     assert [r['buffers', 'static']['trace'] for r in both] == [[True, False, True]]*2
 
@@ -59,13 +54,11 @@ def test_ranks_that_stop_at_different_batches_are_refused_and_never_wait(host, b
     assert all(r['join', host]['trace'] == [True] for r in both)
 
 
-@bad('a bad first batch is refused on one rank while the other waits')
 def test_a_refusal_is_the_same_on_every_rank(both):
     a, b = (r['refusal', 'dynamic']['trace'] for r in both)
     assert a == b
 
 
-@pytest.mark.xfail(A.FIRST, strict=True, reason='the first edition: all ranks write and load one file')
 def test_each_rank_resumes_its_own_training(both):
     for r in both:
         r = r['resumed', 'dynamic']

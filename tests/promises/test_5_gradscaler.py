@@ -190,8 +190,8 @@ GOLDEN = json.loads((Path(__file__).parent.parent/'golden'/'scales.json').read_t
 
 
 @pytest.mark.parametrize('policy', GOLDEN[0]['scales'])
-def test_the_scales_of_every_policy_are_the_first_editions(policy):
-    "On two storms; `python tools/oracle.py --golden` has written them"
+def test_the_scales_of_every_policy_are_as_stored(policy):
+    "On two bursts of bad batches"
     starts = dict(logmax=2.**10, als=2.**16, apex_amp=2.**24)
     kw = {} if policy in ('static', 'backoff', 'logmax', 'als') else dict(growth_interval=5)
     if policy == 'als': kw = dict(activations=False)
