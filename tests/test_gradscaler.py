@@ -1,5 +1,5 @@
 """Torch's documented recipes bit for bit, its error states, what reaches the weights, who waits; Lightning, Accelerate."""
-import copy, gc, importlib.metadata, importlib.util, inspect, io, pickle, re, sys, warnings, weakref
+import copy, gc, importlib.metadata, importlib.util, inspect, io, pickle, sys, warnings, weakref
 from contextlib import contextmanager
 
 import pytest, torch, torch.nn as nn

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest, torch
 
-import adapter as A, on_ranks
+import on_ranks
 
 HERE, KEPT = Path(__file__).parent, {}
 CODE = f'''
