@@ -76,6 +76,7 @@ def test_live_figures_are_drawn_offline(browser, course_pages, path):
     try:
         boxes = page.locator('.mp-live')
         assert boxes.count() > 0 and boxes.count() == page.locator('.mp-live.mpx').count()
+        page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")      # some stand In earnest
         for box in boxes.all():
             before, control = box.inner_html(), box.locator('input[type=range]:visible, button:visible').first
             control.focus()
@@ -152,9 +153,10 @@ def test_callout_unfolds(browser, course_pages):
     try:
         box = page.locator('details.callout').nth(page.evaluate(
             '[...document.querySelectorAll("details.callout")].findIndex(d => !d.open)'))
-        assert not box.locator('.callout-body').is_visible()
-        box.locator('summary').click()
-        assert box.locator('.callout-body').is_visible()
+        body = box.locator(':scope > .callout-body')
+        assert not body.is_visible()
+        box.locator(':scope > summary').click()
+        assert body.is_visible()
     finally:
         browser.set_offline(False)
         page.close()
