@@ -66,7 +66,8 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f'{policy!r} has a scale for each layer: take MixedStep.')
         try: kind = 'cpu' if device is None else torch.device(device).type
         except (RuntimeError, TypeError): raise ValueError(
-            f'{device!r} is no device. A policy is given as an object, as GradScaler(DynamicScaler()), '
+            f'{device!r:.60} is not a device. Give a policy as an object, as GradScaler(DynamicScaler()) or '
+            "GradScaler(get_policy('megatron')), a model as GradScaler(model=model), "
             'and a first scale by its name, init_scale=.') from None
         if isinstance(model, (list, tuple)): model = nn.ModuleList(model)
         self.policy, self.model, self.group, self._ready = policy, model, group, False
