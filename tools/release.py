@@ -17,9 +17,9 @@ print(f'{len(mpcourse.__all__)} public names')
 '''
 
 
-def run(*command, cwd=ROOT, **env):
+def run(*command, cwd=ROOT):
     "Run a command; its failure ends the release"
-    done = subprocess.run([str(c) for c in command], cwd=cwd, env={**os.environ, **env})
+    done = subprocess.run([str(c) for c in command], cwd=cwd, env={**os.environ, 'PYTHONPATH': ''})   # nothing of the clone
     if done.returncode: sys.exit(f'{" ".join(str(c) for c in command[:6])} … ended with code {done.returncode}.')
 
 
