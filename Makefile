@@ -1,4 +1,4 @@
-# make course · test · check · claims · lab · site · studies · bench · mutants · fuzz · matrix · readme
+# make course · test · check · claims · lab · site · studies · bench · mutants · fuzz · matrix · readme · release
 # Each target sets up .venv by itself; a second run installs nothing. settings.ini says what is installed.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ CHAPTERS ?=
 STUDIES ?= $(filter-out studies/runner.py,$(wildcard studies/*.py))
 OUT ?= _course
 
-.PHONY: help course test check claims lab site studies bench mutants fuzz matrix readme
+.PHONY: help course test check claims lab site studies bench mutants fuzz matrix readme release
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -48,6 +48,9 @@ matrix: .venv/.installed ## the library under the oldest and newest Python, torc
 readme: .venv/.installed ## run nbs/index.ipynb, and write README.md from it (two minutes)
 	@$(BIN)/python -m tools.readme
 	@$(BIN)/nbdev_clean --fname nbs/index.ipynb
+
+release: .venv/.installed ## build sdist and wheel, and try the wheel in a fresh environment (DRY=--dry-run for a trial)
+	@$(BIN)/python tools/release.py $(DRY)
 
 .venv/.installed: settings.ini setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

@@ -38,7 +38,7 @@ def _sklearn_digits():
     "scikit-learn's digits as two arrays, or a sentence that says how to get them"
     try: from sklearn.datasets import load_digits
     except ImportError as e:
-        raise ImportError("The digits come with scikit-learn, which is missing: pip install 'mpcourse[data]'") from e
+        raise ImportError("The digits come with scikit-learn, which is missing: pip install 'mpcourse[course]'") from e
     return load_digits(return_X_y=True)
 
 def digits(

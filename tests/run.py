@@ -52,6 +52,7 @@ def copy_project(tmp):
         if (ROOT/f).exists(): shutil.copy(ROOT/f, tmp)
     shutil.copytree(ROOT/'nbs', tmp/'nbs', symlinks=True, ignore=shutil.ignore_patterns('.ipynb_checkpoints', '_*'))
     (tmp/'mpcourse').mkdir()
+    shutil.copy(ROOT/'mpcourse/__init__.py', tmp/'mpcourse')    # written by hand: nbdev only sets its version
     return tmp
 
 

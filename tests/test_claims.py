@@ -4,6 +4,8 @@ import importlib.util, json, sys
 import pytest
 from conftest import ROOT
 
+from tools.notebooks import code_cells, code_hash, imported
+
 pytest.importorskip('nbclient')
 spec = importlib.util.spec_from_file_location('claims', ROOT/'tools'/'claims.py')
 claims = importlib.util.module_from_spec(spec)
@@ -24,7 +26,7 @@ def command(tmp_path, monkeypatch):
     async def fake(path, v, key=''):
         if 'stop' in ran: raise KeyboardInterrupt
         ran.append((path.stem, v.name))
-        bad = [c for c in claims.code_cells(path) if 'red' in c[2] and v.name == 'seed 3']
+        bad = [c for c in code_cells(path) if 'red' in c[2] and v.name == 'seed 3']
         failed = [dict(cell=i, id=name, line='assert red', error='AssertionError') for i, name, _ in bad]
         return dict(chapter=path.stem, variation=v.name, key=key, on='Python 3.11', seconds=1, first=[1.], failed=failed)
     monkeypatch.setattr(claims, 'run', fake)
@@ -100,22 +102,29 @@ def test_only_what_changed_runs_again(small_course, command, capsys):
     assert 'not run: torch 2.6' in capsys.readouterr().out
 
 
+def test_a_public_name_counts_as_its_module():
+    assert imported('from mpcourse import GradScaler, MixedStep') == {'gradscaler', 'step'}
+
+
+def behind(path, root): return code_hash([source for _, _, source in code_cells(path)], root)
+
+
 def test_a_module_behind_a_module_counts(small_course, tmp_path):
-    pkg = tmp_path/'pkg'
+    pkg = tmp_path/'mpcourse'
     pkg.mkdir()
     for name, text in dict(one='from .two import x\nimport_module("mpcourse.five")', two='def f():\n    from mpcourse.three import y', three='y = 1', four='z = 1',
                            five='a = 1').items():
         (pkg/f'{name}.py').write_text(text)
     path = small_course(_01_a=['# A', '%matplotlib inline\nfrom mpcourse.one import x'])/'01_a.ipynb'
-    old = claims.code_hash(path, pkg)
+    old = behind(path, tmp_path)
     (pkg/'four.py').write_text('z = 2')
-    assert claims.code_hash(path, pkg) == old
+    assert behind(path, tmp_path) == old
     (pkg/'three.py').write_text('"What y is"\ny = 1      # one')          # a docstring, a comment: nothing else runs
-    assert claims.code_hash(path, pkg) == old
+    assert behind(path, tmp_path) == old
     for name, text in dict(three='y = 2', five='a = 2').items():
         (pkg/f'{name}.py').write_text(text)
-        assert claims.code_hash(path, pkg) != old
-        old = claims.code_hash(path, pkg)
+        assert behind(path, tmp_path) != old
+        old = behind(path, tmp_path)
 
 
 def test_an_interrupted_run_goes_on(small_course, command):

@@ -270,10 +270,10 @@ def test_a_chapter_runs_again_when_its_text_or_the_code_it_calls_has_changed(sma
     def ran(): return [o.chapter.stem for o in C.run_course(out=out, nbs=nbs, changed=True)]
     assert ran() == ['01_a', '02_b', '03_c', '04_d']
     assert ran() == ['02_b']                                    # what failed runs again
-    with (root/'mpcourse/formats.py').open('a') as f: f.write('\n')     # rounding imports it
+    with (root/'mpcourse/formats.py').open('a') as f: f.write('A = 1\n')     # rounding imports it
     assert {'01_a', '02_b'} <= {*(again := ran())} and '03_c' not in again
     for name in ('live/base.mjs', 'zoo.py'):                    # drawn in its page; loaded by a function of toys
-        with (root/'mpcourse'/name).open('a') as f: f.write('\n')
+        with (root/'mpcourse'/name).open('a') as f: f.write('A = 1\n')
         assert ran() == ['02_b', '04_d'], name
     path = nbs/'03_c.ipynb'
     path.write_text(path.read_text().replace('"2"', '"3"'))

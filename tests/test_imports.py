@@ -1,8 +1,11 @@
 "What an import costs and needs: each in a process of its own"
-import importlib.metadata, os, re, shutil, subprocess, sys, zipfile
+import ast, importlib.metadata, os, re, shutil, subprocess, sys, zipfile
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
+import mpcourse
 
 pytestmark = pytest.mark.library
 
@@ -19,6 +22,30 @@ def test_the_drop_in_scaler_needs_no_pandas():
 def test_unit_scaling_loads_no_compiler(module):
     r = python(f"import sys, mpcourse.{module}; print('torch._dynamo' in sys.modules)")
     assert r.stdout == 'False\n', r.stderr
+
+
+# --- the public names ---
+
+def test_the_public_names_cost_nothing_until_they_are_touched():
+    r = python("""
+import sys, mpcourse
+assert 'torch' not in sys.modules and {'GradScaler', 'MonitorCB'} <= {*dir(mpcourse)}
+from mpcourse import GradScaler, MixedStep, simulate_fp8
+assert 'fastai' not in sys.modules
+from mpcourse.gradscaler import GradScaler as same
+assert GradScaler is same
+try: mpcourse.GradScalar
+except AttributeError as e: print(e)
+""")
+    assert r.stdout == "module 'mpcourse' has no attribute 'GradScalar'\n", r.stderr
+
+
+def test_editors_see_the_public_names():
+    "What type checkers read is what is imported at run time, and each name is there"
+    tree = ast.parse(Path(mpcourse.__file__).read_text(encoding='utf-8'))
+    block = next(n for n in tree.body if isinstance(n, ast.If))
+    assert {n.module: [a.name for a in n.names] for n in block.body} == mpcourse._NAMES
+    for name in mpcourse.__all__: assert getattr(mpcourse, name).__doc__, name
 
 
 ALONE = '''

@@ -10,7 +10,7 @@ A run is done again when the chapter's code, a module that it imports or the mac
 The table is studies/claims.json. Its red cells may only become fewer: the exit code is 1, and the table stays as it is,
 when a cell is red that it does not know (--accept stores it all the same).
 """
-import argparse, ast, asyncio, hashlib, json, os, re, subprocess, sys, tempfile, time
+import argparse, asyncio, json, os, re, subprocess, sys, tempfile, time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,11 +22,10 @@ from nbclient import NotebookClient
 from tqdm import tqdm
 
 from tools.course import run_async
+from tools.notebooks import ROOT, NOT_RUN, code_cells, code_hash, digest
 
-ROOT = Path(__file__).resolve().parent.parent
 STORE = ROOT/'studies'/'claims.json'
 WANTED = 'Python 3.10', 'Python 3.11', 'Python 3.14', 'torch 2.6', 'torch 2.13'  # oldest and newest; the table names those not run
-NOT_RUN = re.compile(r'^#\| *(eval: *false|cuda)', re.M)
 LIMIT = 600        # seconds for one cell: a slow machine does not miss it
 
 
@@ -85,68 +84,6 @@ def chapters(
     for w in wanted:
         if not any(w in names[p] for p in found): raise SystemExit(f'There is no chapter {w!r} in {nbs}.')
     return [p for p in found if not wanted or names[p] & set(wanted)]
-
-
-def code_cells(path):
-    "(number from 1, id, source) of a notebook's code cells"
-    cells = json.loads(Path(path).read_text(encoding='utf-8'))['cells']
-    return [(i, c.get('id', str(i)), ''.join(c['source'])) for i, c in enumerate(cells, 1) if c['cell_type'] == 'code']
-
-
-def imported(
-    code: str, # Python; lines of magic are left out
-) -> set: # names of modules within the package
-    "Which modules of mpcourse a piece of code imports, at its top or within a function, or names in a text"
-    plain = '\n'.join(line for line in code.splitlines() if not re.match(r'\s*[%!?]', line))
-    names = set()
-    for n in ast.walk(ast.parse(plain)):
-        if isinstance(n, ast.Constant): names |= set(re.findall(r'^mpcourse\.\w+$', str(n.value)))   # import_module('…')
-        if isinstance(n, ast.Import): names |= {a.name for a in n.names if a.name.startswith('mpcourse.')}
-        if not isinstance(n, ast.ImportFrom): continue
-        base = n.module or ''
-        if n.level: names |= {base} if base else {a.name for a in n.names}
-        elif base == 'mpcourse': names |= {a.name for a in n.names}
-        elif base.startswith('mpcourse.'): names.add(base)
-    return {x.removeprefix('mpcourse.').split('.')[0] for x in names}
-
-
-@cache
-def module_files(
-    module: str,  # name within the package
-    package: Path=ROOT/'mpcourse',
-) -> frozenset: # its file and those of all modules that it imports
-    "What an import brings in"
-    seen, todo = set(), [module]
-    while todo:
-        path = package/f'{todo.pop()}.py'
-        if path in seen or not path.exists(): continue
-        seen.add(path)
-        todo += imported(path.read_text(encoding='utf-8'))
-    return frozenset(seen)
-
-
-def bare(code: str) -> str: # what of it runs
-    "Code without comments and docstrings; as it is where a line is IPython's"
-    try: tree = ast.parse(code)
-    except SyntaxError: return code
-    for n in ast.walk(tree):
-        body = getattr(n, 'body', None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(getattr(body[0].value, 'value', None), str):
-            del body[0]
-    return ast.dump(tree)
-
-
-def digest(*parts): return hashlib.sha256('\0'.join(parts).encode()).hexdigest()[:12]
-
-
-def code_hash(
-    path: Path, # a notebook
-    package: Path=ROOT/'mpcourse',
-) -> str: # twelve hexadecimal digits
-    "A fingerprint of its code cells and of the modules behind them: of what runs, not of what it says"
-    sources = [s for _, _, s in code_cells(path) if not NOT_RUN.search(s)]
-    files = set().union(*(module_files(m, package) for s in sources for m in imported(s)))
-    return digest(*map(bare, sources), *(bare(p.read_text(encoding='utf-8')) for p in sorted(files)))
 
 
 def key_of(code, v): return digest(code, str(v.env), versions(v.python), machine())
@@ -358,7 +295,7 @@ def plan(args) -> list: # of (path, variation)
 
 def run_missing(args, pairs, rows):
     "Run what is not there, or not of today's code; each row goes to the partial file at once"
-    codes = {p: code_hash(p) for p in dict(pairs)}
+    codes = {p: code_hash([source for _, _, source in code_cells(p)]) for p in dict(pairs)}
     todo = [(p, v, key_of(codes[p], v)) for p, v in pairs]
     todo = [(p, v, key) for p, v, key in todo if rows.get((p.stem, v.name), {}).get('key') != key]
     partial = args.store.with_suffix('.partial.jsonl')

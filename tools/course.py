@@ -17,9 +17,9 @@ from nbformat.v4 import new_notebook, new_output
 from tqdm import tqdm
 
 from mpcourse.doctor import has_cuda
+from tools.notebooks import ROOT, code_hash, digest
 from tools.pages import directives, index_html, page_html
 
-ROOT = Path(__file__).resolve().parent.parent
 THREADS = [f'{v}_NUM_THREADS' for v in ('OMP', 'MKL', 'OPENBLAS', 'NUMEXPR')]
 PARTS = {0: '', 1: 'Part I · Numbers and failures', 5: 'Part II · Training in FP16', 13: 'Part III · Choosing and watching',
          23: 'Part IV · Few bits', 33: 'Part V · Deciding', 86: 'Appendix'}
@@ -89,23 +89,12 @@ def source_hash(
     return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 
-def code_hash(
+def program_hash(
     nb: dict, # a notebook
 ) -> str: # twelve hexadecimal digits
-    "A fingerprint of what its cells call: modules and those that they name, figures that move, studies, Python and torch"
-    said = '\n'.join(c.source for c in nb.cells if c.cell_type == 'code')
-    todo, files = set(re.findall(r'\bmpcourse\.(\w+)', said)), {}
-    while todo:
-        path = ROOT/f'mpcourse/{(name := todo.pop())}.py'
-        if name in files or not path.exists(): continue
-        files[name] = path.read_bytes()
-        # at the top, within a function, or as a text for import_module
-        todo |= {m[1] for m in re.finditer(r'(?:^ *from \.|\bmpcourse\.)(\w+)', files[name].decode(), re.M)}
-    if 'Live(' in said: files |= {path.name: path.read_bytes() for path in (ROOT/'mpcourse/live').glob('*.mjs')}
-    for path in sorted((ROOT/'studies').glob('*')):
-        if path.stem in said and path.is_file(): files[path.name] = path.read_bytes()
-    versions = sys.version, importlib.metadata.version('torch')
-    return hashlib.sha256(repr((versions, sorted(files.items()))).encode()).hexdigest()[:12]
+    "A fingerprint of what its cells call, and of Python and torch"
+    code = code_hash([c.source for c in nb.cells if c.cell_type == 'code'], ROOT)
+    return digest(code, sys.version, importlib.metadata.version('torch'))
 
 
 def executed(
@@ -132,7 +121,7 @@ def is_unchanged(
     "Did it run without an error, with the same source and the same code?"
     nb = executed(ch, out)
     meta = nb.metadata.get('mpcourse', {}) if nb else {}
-    return bool(meta) and meta['status'] == 'ok' and is_fresh(nb, ch) and meta.get('code') == code_hash(nb)
+    return bool(meta) and meta['status'] == 'ok' and is_fresh(nb, ch) and meta.get('code') == program_hash(nb)
 
 
 def write_text(
@@ -235,7 +224,7 @@ def record(
     ran = sum(c.execution_count is not None for _, c in code)
     skipped = sum(c.metadata.get('mpcourse', {}).get('skipped', '').startswith('not run') for _, c in code)
     nb.metadata['mpcourse'] = dict(status='failed' if failed else 'ok', seconds=round(seconds, 1), cells=ran,
-                                   skipped=skipped, failed=failed, source=source, code=code_hash(nb))
+                                   skipped=skipped, failed=failed, source=source, code=program_hash(nb))
     return nb.metadata['mpcourse']
 
 

@@ -54,7 +54,7 @@ def environment(name, python, pins):
     subprocess.run([python, '-m', 'venv', folder], check=True)
     index = os.environ.get('TORCH_INDEX')
     if index: subprocess.run([here, '-m', 'pip', 'install', '-qq', '--index-url', index, *(p for p in pins if p.startswith('torch'))], check=True)
-    subprocess.run([here, '-m', 'pip', 'install', '-qq', *TESTERS, *pins, '-e', f'{ROOT}[data]'], check=True)
+    subprocess.run([here, '-m', 'pip', 'install', '-qq', *TESTERS, *pins, '-e', f'{ROOT}[course]'], check=True)
     stamp.write_text(wanted)
     return here
 

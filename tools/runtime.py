@@ -18,7 +18,7 @@ import os, subprocess, sys
 repo = os.environ.get('MPCOURSE_REPO', 'https://github.com/mpcourse/mpcourse')
 if not os.path.isdir('mpcourse/nbs'):
     subprocess.run(['git', 'clone', '-q', '--depth', '1', repo, 'mpcourse'], check=True)
-    subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', '-e', './mpcourse[data]', 'ml_dtypes'], check=True)
+    subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', '-e', './mpcourse[course]', 'ml_dtypes'], check=True)
 sys.path.insert(0, os.path.abspath('mpcourse'))'''
 
 
