@@ -1,5 +1,5 @@
 "What the tests of the project share: its notebooks, small courses made on the spot, and a browser"
-import os, shutil, subprocess, sys
+import functools, inspect, os, shutil, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,29 @@ CHROME_ARGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-ru
                '--disable-component-update', '--disable-sync']
 
 sys.path[:0] = [str(ROOT/'tests'), str(ROOT)]
+
+
+def each(names, values):
+    "One test over many cases, where parametrize would make a test of each: all cases run, and those that fail are named"
+    names, values = [n.strip() for n in names.split(',')], list(values)
+    def decorate(test):
+        @functools.wraps(test)
+        def over_all(*args, **fixtures):
+            import torch
+            failed, skipped, state = [], 0, torch.get_rng_state()
+            for value in values:
+                torch.set_rng_state(state)
+                case = dict(zip(names, value)) if len(names) > 1 else {names[0]: value}
+                try: test(*args, **fixtures, **case)
+                except pytest.skip.Exception: skipped += 1
+                except (Exception, pytest.fail.Exception) as e: failed.append(f'{case}: {type(e).__name__}: {e}')
+            assert not failed, f'{len(failed)} of {len(values)} cases:\n' + '\n'.join(f[:1000] for f in failed[:20])
+            if skipped and skipped == len(values): pytest.skip('every case was skipped')
+        known = inspect.signature(test)
+        kept = [q for n, q in known.parameters.items() if n not in names]
+        over_all.__signature__ = known.replace(parameters=kept)
+        return over_all
+    return decorate
 
 
 def pytest_collection_modifyitems(items):

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
+from conftest import each
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack as modes
 from torch.utils.checkpoint import checkpoint
@@ -66,13 +67,13 @@ SINGLE = [n for n in FUNCS if n in UNARY or n in 'gelu silu elu softplus leaky_r
 SINGLE = [n for n in SINGLE if n not in ('isfinite', 'square')]                                      # one op each
 
 
-@pytest.mark.parametrize('name', FUNCS)
+@each('name', FUNCS)
 def test_elementwise_ops_are_pytorchs_own(name):
     with fast_half(): got = FUNCS[name](all_halves())
     assert same_bits(got, FUNCS[name](all_halves()))
 
 
-@pytest.mark.parametrize('name', SINGLE)
+@each('name', SINGLE)
 def test_saturating_elementwise_ops_are_pytorchs_own_clipped(name):
     with fast_half('saturate'): got = FUNCS[name](all_halves())
     want = FUNCS[name](all_halves())
@@ -98,7 +99,7 @@ REDUCING = dict(
     setitem=lambda x: x.clone().index_put_((torch.tensor([0]),), torch.ones(1, dtype=H)))
 
 
-@pytest.mark.parametrize('name', REDUCING)
+@each('name', REDUCING)
 def test_other_ops_and_their_backward_are_pytorchs_own(name):
     f, res = REDUCING[name], []
     for ctx in (torch.enable_grad, fast_half):
@@ -118,7 +119,7 @@ def test_dropout_draws_the_same():
     assert same_bits(*res)
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+@each('dtype', [torch.float32, torch.float64])
 def test_other_dtypes_pass_untouched(dtype):
     a, b = rand(16, 16, dtype=dtype), rand(16, 16, seed=1, dtype=dtype)
     with fast_half(): y, z = a @ b, F.conv1d(a[None], b[:, :, None])
@@ -168,7 +169,7 @@ def run(f, ts, g, ctx=torch.enable_grad):
     return [y.detach(), *(t.grad for t in ts)]
 
 
-@pytest.mark.parametrize('name', LINEAR)
+@each('name', LINEAR)
 def test_products_forward_and_backward_within_the_bound(name):
     f, shapes, k = LINEAR[name]
     xs = [rand(*s, seed=i) for i, s in enumerate(shapes)]
@@ -183,7 +184,7 @@ def test_products_forward_and_backward_within_the_bound(name):
         assert ((y.double() - t).abs() <= fp16.spacing(t.abs() + err)/2 + err).all()
 
 
-@pytest.mark.parametrize('name', [n for n in LINEAR if n not in ('bilinear',)])
+@each('name', [n for n in LINEAR if n not in ('bilinear',)])
 def test_products_are_fp32_rounded_once(name):
     f, shapes, _ = LINEAR[name]
     xs = [rand(*s, seed=i) for i, s in enumerate(shapes)]
@@ -191,7 +192,7 @@ def test_products_are_fp32_rounded_once(name):
     assert same_bits(got, f(*[x.float() for x in xs]).half())
 
 
-@pytest.mark.parametrize('name', [n for n in LINEAR if n not in ('bilinear',)])
+@each('name', [n for n in LINEAR if n not in ('bilinear',)])
 def test_bf16_products_are_fp32_rounded_once(name):
     f, shapes, _ = LINEAR[name]
     xs = [rand(*s, seed=i, dtype=torch.bfloat16) for i, s in enumerate(shapes)]
@@ -258,7 +259,7 @@ WRITING = dict(
     aliased=lambda o: torch.mm(o, B, out=o.clone()), mv_out=lambda o: torch.mv(A, B[0], out=o[:, 0]))
 
 
-@pytest.mark.parametrize('name', WRITING)
+@each('name', WRITING)
 def test_written_arguments(name):
     f, want, got = WRITING[name], rand(6, 6, seed=7), rand(6, 6, seed=7)
     rw = f(want)
@@ -300,8 +301,8 @@ MIXED = dict(
     conv_shape=lambda: F.conv2d(x4, w4[:, :1]), inplace=lambda: A.clone().addmm_(A, B.float()))
 
 
-@pytest.mark.parametrize('overflow', ['inf', 'saturate'])
-@pytest.mark.parametrize('name', MIXED)
+@each('overflow', ['inf', 'saturate'])
+@each('name', MIXED)
 def test_what_raises_in_pytorch_raises_alike(name, overflow):
     with pytest.raises(Exception) as native: MIXED[name]()
     with pytest.raises(type(native.value)) as inside:
@@ -335,8 +336,8 @@ def forward(m, x):
     return y[0] if isinstance(y, tuple) else y
 
 
-@pytest.mark.parametrize('how', ['train', 'no_grad', 'inference', 'autocast'])
-@pytest.mark.parametrize('name', LAYERS)
+@each('how', ['train', 'no_grad', 'inference', 'autocast'])
+@each('name', LAYERS)
 def test_no_product_of_a_layer_runs_in_native_half(name, how):
     torch.manual_seed(0)
     m, x = LAYERS[name]()
@@ -410,7 +411,7 @@ CLIPPED = dict(
     foreach=lambda x: torch._foreach_mul([x, x], 300.)[1], split=lambda x: (x*300).split(2)[0])
 
 
-@pytest.mark.parametrize('name', CLIPPED)
+@each('name', CLIPPED)
 def test_saturating_ops_against_brute_force(name):
     x = torch.tensor([0., -0., 1., 300., -300., 60000., -65504., INF, -INF, NAN]).half()
     f = CLIPPED[name]
@@ -496,7 +497,7 @@ def test_saturating_chains(ops, seed):
 CONTEXTS = [fast_half, partial(fast_half, 'saturate'), partial(emulate, 'e5m2'), exact]
 
 
-@pytest.mark.parametrize('ctx', CONTEXTS)
+@each('ctx', CONTEXTS)
 def test_nothing_stays_after_an_exception(ctx):
     with pytest.raises(ZeroDivisionError):
         with ctx(): 1/0
@@ -517,7 +518,7 @@ def test_nothing_stays_after_an_exception(ctx):
     assert same_bits(torch.tensor([1.1])*1, torch.tensor([1.1]))
 
 
-@pytest.mark.parametrize('ctx', CONTEXTS)
+@each('ctx', CONTEXTS)
 def test_reentrant_and_usable_again(ctx):
     m, x = ctx(), rand(4, 4)
     with m:
@@ -528,7 +529,7 @@ def test_reentrant_and_usable_again(ctx):
     assert same_bits(a, b) and same_bits(a, c) and same_bits(a, d)
 
 
-@pytest.mark.parametrize('ctx', CONTEXTS)
+@each('ctx', CONTEXTS)
 def test_decorator_recursive_and_in_threads(ctx):
     @ctx()
     def f(n):
@@ -551,7 +552,7 @@ def test_a_mode_belongs_to_its_thread():
     assert same_bits(seen['y'], torch.tensor([1.1])) and seen['modes'] == 0 and here == 1.125
 
 
-@pytest.mark.parametrize('ctx', CONTEXTS)
+@each('ctx', CONTEXTS)
 def test_models_are_copied_and_pickled_inside(ctx):
     m = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Conv1d(4, 2, 1))
     with ctx():
@@ -562,7 +563,7 @@ def test_models_are_copied_and_pickled_inside(ctx):
         assert same_bits(v, twin.state_dict()[k]) and same_bits(v, again.state_dict()[k]) and same_bits(v, loaded[k])
 
 
-@pytest.mark.parametrize('reentrant', [True, False])
+@each('reentrant', [True, False])
 @pytest.mark.parametrize('ctx,dtype', [(fast_half, H), (partial(fast_half, 'saturate'), H),
     (partial(emulate, 'e5m2'), torch.float32), (partial(emulate, 'e4m3', inplace=True), torch.float32)])
 def test_checkpointing_changes_nothing(ctx, dtype, reentrant):
@@ -633,8 +634,8 @@ RESULTS = dict(
 def numbers(fmt): return dict(overflow='saturate', fmt=fmt)
 
 
-@pytest.mark.parametrize('fmt', FORMATS)
-@pytest.mark.parametrize('name', RESULTS)
+@each('fmt', FORMATS)
+@each('name', RESULTS)
 def test_results_are_rounded_once(name, fmt):
     f = RESULTS[name]
     with emulate(fmt): got = f()
@@ -648,8 +649,8 @@ OPTIONS = [dict(rounding='toward_zero'), dict(subnormals=False), dict(overflow='
     dict(overflow='saturate')]
 
 
-@pytest.mark.parametrize('fmt', ['fp16', 'bf16', 'e5m2', 'e4m3', 'e4m3fnuz', 'fp32', 'e3m2', 'e2m1', 'e5m3'])
-@pytest.mark.parametrize('opts', OPTIONS)
+@each('fmt', ['fp16', 'bf16', 'e5m2', 'e4m3', 'e4m3fnuz', 'fp32', 'e3m2', 'e2m1', 'e5m3'])
+@each('opts', OPTIONS)
 def test_every_option_of_quantize(fmt, opts):
     x = torch.cat([all_halves().float()*s for s in (1., 2.**-16, 2.**17)])
     f = get_format(fmt)
@@ -682,7 +683,7 @@ KEPT = dict(
         lambda: X.clone().addcdiv_(X, Y), lambda: X.clone().lerp_(Y, .1)])
 
 
-@pytest.mark.parametrize('kind,i', [(k, i) for k, fs in KEPT.items() for i in range(len(fs))])
+@each('kind,i', [(k, i) for k, fs in KEPT.items() for i in range(len(fs))])
 def test_what_is_not_rounded(kind, i):
     f = KEPT[kind][i]
     torch.manual_seed(0); want = f()
@@ -719,8 +720,8 @@ def test_gradients_are_summed_on_the_grid():
     assert x.grad.item() == 20
 
 
-@pytest.mark.parametrize('inputs', [True, False])
-@pytest.mark.parametrize('fmt', ['fp16', 'e5m2', 'e4m3', 'e3m2'])
+@each('inputs', [True, False])
+@each('fmt', ['fp16', 'e5m2', 'e4m3', 'e3m2'])
 def test_a_net_against_a_reference_written_out(fmt, inputs):
     q = partial(quantize, fmt=fmt)
     qi = q if inputs else lambda t: t
@@ -797,8 +798,8 @@ def test_norm_statistics_stay_fp32_and_their_results_do_not():
     assert same_bits(mean, want[1]) and same_bits(rstd, want[2]) and same_bits(out, quantize(want[0], 'e4m3'))
 
 
-@pytest.mark.parametrize('how', ['train', 'no_grad', 'inference'])
-@pytest.mark.parametrize('name', [n for n in LAYERS if n not in ('lstm',)])
+@each('how', ['train', 'no_grad', 'inference'])
+@each('name', [n for n in LAYERS if n not in ('lstm',)])
 def test_layers_land_on_the_grid(name, how):
     torch.manual_seed(0)
     m, x = LAYERS[name]()
@@ -848,7 +849,7 @@ EXPECTED_KINDS = {
     'sealed': 'mkldnn_rnn_layer _cudnn_rnn'}
 
 
-@pytest.mark.parametrize('kind', EXPECTED_KINDS)
+@each('kind', EXPECTED_KINDS)
 def test_kinds(kind):
     there = set(torch._C._dispatch_get_all_op_names())          # not those of TorchScript, for lists of ints
     def odd(f): return f.name() not in there or f.name().endswith(('dtype', 'dtype_out', 'linear.out'))
@@ -898,7 +899,7 @@ RARE = dict(grouped=lambda q: F.grouped_mm(q(A8), q(B8), offs=OFFS), cdist=lambd
             bag=lambda q: F.embedding_bag(ROWS, q(A8), mode='sum', per_sample_weights=q(A8[:2, :2])))
 
 
-@pytest.mark.parametrize('name', RARE)
+@each('name', RARE)
 def test_rare_products_round_what_goes_in_and_have_no_sum_of_few_bits(name):
     q, f = partial(quantize, fmt='e4m3'), RARE[name]
     if name == 'grouped' and not hasattr(F, 'grouped_mm'): pytest.skip('torch 2.10')
@@ -1054,7 +1055,7 @@ def brute_matmul(a, b, fmt, chunk):
     return out
 
 
-@pytest.mark.parametrize('chunk', [1, 3, 16, 100])
+@each('chunk', [1, 3, 16, 100])
 def test_chunked_matmul_against_a_loop(chunk):
     a, b = rand(2, 20).float(), rand(20, 2, seed=1).float()
     for fmt in ('fp16', 'e5m2'): assert torch.allclose(chunked_matmul(a, b, partial(quantize, fmt=fmt), chunk),
@@ -1069,8 +1070,8 @@ def test_chunked_matmul_edges():
     assert chunked_matmul(a, a.mT, rnd, 4).shape == (3, 2, 2)
 
 
-@pytest.mark.parametrize('chunk', [1, 4, 16])
-@pytest.mark.parametrize('fmt', ['fp16', 'bf16', 'e4m3'])
+@each('chunk', [1, 4, 16])
+@each('fmt', ['fp16', 'bf16', 'e4m3'])
 def test_a_sum_of_ones_stops(chunk, fmt):
     stop, top = 2**(get_format(fmt).man_bits + 1)*chunk, get_format(fmt).max
     n = 2*stop
@@ -1079,7 +1080,7 @@ def test_a_sum_of_ones_stops(chunk, fmt):
     with emulate('fp32'): assert (torch.ones(1, n) @ torch.ones(n, 1)).item() == n
 
 
-@pytest.mark.parametrize('kernel,chunk,width', [(1, 1, 1), (1, 4, 4), (2, 4, 2), (2, 16, 8), (4, 1, 1)])
+@each('kernel,chunk,width', [(1, 1, 1), (1, 4, 4), (2, 4, 2), (2, 16, 8), (4, 1, 1)])
 def test_where_a_convolutions_sums_of_ones_stop(kernel, chunk, width):
     "A piece is chunk // kernel channels, at least one; the weight's gradient takes one sample at a time"
     n = 512*width
@@ -1092,7 +1093,7 @@ def test_where_a_convolutions_sums_of_ones_stop(kernel, chunk, width):
     assert y.item() == 256*width*kernel and (x.grad == 256*width).all() and (w.grad == 256).all() and b.grad == 256
 
 
-@pytest.mark.parametrize('name', [n for n in LINEAR if n not in ('bilinear',)])
+@each('name', [n for n in LINEAR if n not in ('bilinear',)])
 def test_every_product_accumulates_narrowly(name):
     f, shapes, k = LINEAR[name]
     xs = [rand(*s, seed=i).float() for i, s in enumerate(shapes)]
@@ -1109,7 +1110,7 @@ def test_every_product_accumulates_narrowly(name):
     assert narrow.max() <= 28 + 64*('linear' in name or 'add' in name or len(shapes) == 3)*2
 
 
-@pytest.mark.parametrize('name', [n for n in WRITING if n != 'aliased'])
+@each('name', [n for n in WRITING if n != 'aliased'])
 def test_written_arguments_accumulate(name):
     global A, B
     a, b = A, B
@@ -1170,7 +1171,7 @@ def curve(toy, ctx, seed, lr=.1, steps=120, dtype=H):
         torch.optim.SGD(m.parameters(), lr))['loss'])
 
 
-@pytest.mark.parametrize('toy', ['relu_mlp', 'cnn'])
+@each('toy', ['relu_mlp', 'cnn'])
 def test_training_curves_agree_with_native_half(toy):
     pytest.importorskip('sklearn')
     for seed in (1, 2):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NBS
+from conftest import NBS, each
 from mpcourse.cli import checkers
 
 WRONG = {
@@ -590,21 +590,21 @@ def test_every_check_has_a_wrong_answer():
     assert set(CHECKS) == set(WRONG), f'missing here: {set(CHECKS) - set(WRONG)}; no such check: {set(WRONG) - set(CHECKS)}'
 
 
-@pytest.mark.parametrize('name', CHECKS)
+@each('name', CHECKS)
 def test_rejects_the_stub(name):
     def stub(*args, **kwargs): pass
     with pytest.raises(AssertionError) as e: CHECKS[name](stub)
     assert len(str(e.value).split()) > 3, f'not a sentence: {e.value}'
 
 
-@pytest.mark.parametrize('name, source', [(n, a) for n, w in WRONG.items() for a in ([w] if isinstance(w, str) else w)])
+@each('name, source', [(n, a) for n, w in WRONG.items() for a in ([w] if isinstance(w, str) else w)])
 def test_rejects_a_wrong_answer(name, source):
     if name not in CHECKS: pytest.fail(f'there is no {name}')
     with pytest.raises(AssertionError) as e: CHECKS[name](answer(source))
     assert len(str(e.value).split()) > 3, f'not a sentence: {e.value}'
 
 
-@pytest.mark.parametrize('name', CHECKS)
+@each('name', CHECKS)
 def test_is_documented_and_used(name):
     assert inspect.getdoc(CHECKS[name])
     texts = [p.read_text(encoding='utf-8') for p in NBS]

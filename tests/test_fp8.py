@@ -2,6 +2,7 @@
 import copy, inspect, io, math, pickle
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
+from conftest import each
 from torch.utils.checkpoint import checkpoint
 
 from mpcourse.emulate import chunked_matmul, emulate
@@ -16,8 +17,8 @@ from mpcourse.unit_models import unit_scale
 
 pytestmark = pytest.mark.library
 FMTS = [('e4m3', 'e5m2'), ('e4m3fnuz', 'e5m2fnuz'), ('e5m2', 'e4m3')]
-OCP_FNUZ = pytest.mark.parametrize('fwd,bwd', FMTS)
-EVERY = pytest.mark.parametrize('name', RECIPES)
+OCP_FNUZ = each('fwd,bwd', FMTS)
+EVERY = each('name', RECIPES)
 RULES = dict(up=e8m0_up, floor=e8m0_floor)
 
 
@@ -34,8 +35,8 @@ def late(history, fwd='e4m3', bwd='e5m2'): return Recipe(Cast(fwd), Cast(fwd), C
 
 # --- casts ---
 
-@pytest.mark.parametrize('amax', [1e-30, 1e-3, .3, 1., 448., 1e30, 3e38])
-@pytest.mark.parametrize('fmt', ['e4m3', 'e5m2', 'e4m3fnuz', 'e5m2fnuz', 'e2m1'])
+@each('amax', [1e-30, 1e-3, .3, 1., 448., 1e30, 3e38])
+@each('fmt', ['e4m3', 'e5m2', 'e4m3fnuz', 'e5m2fnuz', 'e2m1'])
 def test_a_current_scale_reaches_the_top_and_no_further(amax, fmt):
     x, top = torch.tensor([[amax, -amax/3]]), get_format(fmt).max
     for rule in (fp32_scale, e8m0_up):
@@ -44,7 +45,7 @@ def test_a_current_scale_reaches_the_top_and_no_further(amax, fmt):
         assert (x/scale).abs().max() > top/(1.01 if rule is fp32_scale else 2.01)
 
 
-@pytest.mark.parametrize('tile', [None, (1, 4), (1, None), (4, 4), (128, 128), (3, 5)])
+@each('tile', [None, (1, 4), (1, None), (4, 4), (128, 128), (3, 5)])
 def test_tiles_have_a_scale_of_their_own(tile):
     "Each tile as a tensor by itself, in any shape, with the last tiles shorter"
     x = r(2, 7, 10)*torch.logspace(-9, 9, 10, base=2)
@@ -86,8 +87,8 @@ def te_scales(amaxes, fmt_max, n):
     return used
 
 
-@pytest.mark.parametrize('n', [1, 2, 5, 1024])
-@pytest.mark.parametrize('bad', [[], [0.], [math.inf], [math.nan]])
+@each('n', [1, 2, 5, 1024])
+@each('bad', [[], [0.], [math.inf], [math.nan]])
 def test_delayed_scaling_is_transformer_engines(n, bad):
     amaxes = (r(12).abs()*4).tolist() + bad + (r(12).abs()/8).tolist()
     late, got = DelayedScale(n), []
@@ -148,9 +149,9 @@ def mx_by_hand(row, fmt, block, how):
     return out
 
 
-@pytest.mark.parametrize('fmt', ['e4m3', 'e5m2', 'e2m1', 'e3m2'])
-@pytest.mark.parametrize('n,block', [(64, 32), (33, 32), (7, 32), (48, 16)])
-@pytest.mark.parametrize('how', RULES)
+@each('fmt', ['e4m3', 'e5m2', 'e2m1', 'e3m2'])
+@each('n,block', [(64, 32), (33, 32), (7, 32), (48, 16)])
+@each('how', RULES)
 def test_mx_is_the_specifications(fmt, n, block, how):
     x = r(3, n)*torch.logspace(-6, 6, n, base=2)
     x[1, :5] = 0
@@ -158,7 +159,7 @@ def test_mx_is_the_specifications(fmt, n, block, how):
     assert torch.equal(mx(fmt, block, how)(x), want.float())
 
 
-@pytest.mark.parametrize('amax, up, floor', [(448., 0, 0), (449., 1, 0), (511., 1, 0), (512., 1, 1), (225., 0, -1), (224., -1, -1), (150., -1, -1), (1., -8, -8)])
+@each('amax, up, floor', [(448., 0, 0), (449., 1, 0), (511., 1, 0), (512., 1, 1), (225., 0, -1), (224., -1, -1), (150., -1, -1), (1., -8, -8)])
 def test_a_scale_rounded_up_cuts_nothing(amax, up, floor):
     x = torch.tensor([[amax, -amax]])
     for how, e in dict(up=up, floor=floor).items():
@@ -205,7 +206,7 @@ def test_three_products_by_hand(fwd, bwd):
     torch.testing.assert_close(gw, g8.T @ x8, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize('tiles', [((1, 32),)*3, ((1, 128), (128, 128), (1, 128)), ((1, None),)*3, ((1, 16), (16, 16), (1, 16)), (None, (1, 8), None)])
+@each('tiles', [((1, 32),)*3, ((1, 128), (128, 128), (1, 128)), ((1, None),)*3, ((1, 16), (16, 16), (1, 16)), (None, (1, 8), None)])
 def test_tiles_lie_along_what_is_summed(tiles):
     a, b, g = r(40, 64, requires_grad=True), r(64, 48, requires_grad=True), r(40, 48)
     ca, cb, cg = [Cast(f, t, fp32_scale) for f, t in zip(('e4m3', 'e4m3', 'e5m2'), tiles)]
@@ -220,7 +221,7 @@ SHAPES = [((4, 8), (8, 6)), ((3, 4, 8), (8, 6)), ((3, 4, 8), (3, 8, 6)), ((2, 3,
 
 
 @EVERY
-@pytest.mark.parametrize('sa,sb', SHAPES)
+@each('sa,sb', SHAPES)
 def test_shapes_are_torchs(name, sa, sb):
     a, b = torch.rand(*sa, requires_grad=True), torch.rand(*sb, requires_grad=True)     # without cancellation
     y, want = fp8_matmul(a, b, RECIPES[name]), a @ b
@@ -230,7 +231,7 @@ def test_shapes_are_torchs(name, sa, sb):
 
 
 @EVERY
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@each('dtype', [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes_come_back(name, dtype):
     a, b = r(8, 32, dtype=dtype, requires_grad=True), r(32, 8, dtype=dtype, requires_grad=True)
     y = fp8_matmul(a, b, RECIPES[name])
@@ -238,7 +239,7 @@ def test_dtypes_come_back(name, dtype):
     assert {t.dtype for t in (y, a.grad, b.grad)} == {dtype} and off(y, a @ b) < .1
 
 
-@pytest.mark.parametrize('v,want', [(1.0625, 1.), (1.1875, 1.25), (1.3125, 1.25), (-1.1875, -1.25)])
+@each('v,want', [(1.0625, 1.), (1.1875, 1.25), (1.3125, 1.25), (-1.1875, -1.25)])
 def test_nearest_means_nearest_ties_to_even(v, want):
     for _ in range(5): assert fp8_matmul(torch.tensor([[v]]), torch.ones(1, 1)).item() == want
 
@@ -252,7 +253,7 @@ def test_stochastic_means_stochastic():
     assert set(g.unique().tolist()) == {1., 1.125}
 
 
-@pytest.mark.parametrize('name', ['current', 'mx'])
+@each('name', ['current', 'mx'])
 def test_an_emulator_keeps_the_sums_of_a_converted_model_in_few_bits(name):
     layer, x = simulate_fp8(nn.Linear(4096, 2, bias=False), name), r(3, 4096).abs().requires_grad_()
     x8, w8 = RECIPES[name].x(x), RECIPES[name].w(layer.weight)
@@ -271,7 +272,7 @@ def test_second_derivatives_are_refused_and_not_dropped():
 
 
 @EVERY
-@pytest.mark.parametrize('kw', [{}, dict(is_causal=True), dict(attn_mask=torch.ones(6, 6).tril().bool()), dict(attn_mask=torch.ones(6, 6)), dict(scale=.1)])
+@each('kw', [{}, dict(is_causal=True), dict(attn_mask=torch.ones(6, 6).tril().bool()), dict(attn_mask=torch.ones(6, 6)), dict(scale=.1)])
 def test_attention_is_torchs_nearly(name, kw):
     q, k, v = r(3, 2, 6, 16), r(3, 2, 6, 16), r(3, 2, 6, 16)
     assert 0 < off(fp8_attention(q, k, v, recipe=RECIPES[name], **kw), F.scaled_dot_product_attention(q, k, v, **kw)) < .1
@@ -303,8 +304,8 @@ def test_a_query_that_sees_nothing_gets_zeros():
 IMAGES = dict(relu_mlp=relu_mlp, deep_sigmoid=deep_sigmoid, cnn=cnn)
 
 
-@pytest.mark.parametrize('name', ['none', 'current', 'delayed'])
-@pytest.mark.parametrize('toy', IMAGES)
+@each('name', ['none', 'current', 'delayed'])
+@each('toy', IMAGES)
 def test_image_models_convert(toy, name):
     model, x = IMAGES[toy](), torch.rand(8, 1, 8, 8)
     eight = simulate_fp8(model, name)
@@ -345,8 +346,8 @@ LAYERS = {'plain': ({}, {}), 'without weights': ({}, dict(need_weights=False)), 
 EXACT = Recipe(*[Cast('fp32')]*3)
 
 
-@pytest.mark.parametrize('batched', [True, False])
-@pytest.mark.parametrize('name', LAYERS)
+@each('batched', [True, False])
+@each('name', LAYERS)
 def test_torchs_own_attention_layer_converts(name, batched):
     "In FP32 it is torch's own, with every argument; in few bits it is near"
     how, call = LAYERS[name]
@@ -366,7 +367,7 @@ def test_torchs_own_attention_layer_converts(name, batched):
     if name != 'dropout': assert .01 < off(run(simulate_fp8(m))[0], want) < .2
 
 
-@pytest.mark.parametrize('how', [dict(add_bias_kv=True), dict(add_zero_attn=True)])
+@each('how', [dict(add_bias_kv=True), dict(add_zero_attn=True)])
 def test_what_the_attention_layer_cannot_do_is_refused(how):
     m, x = nn.Sequential(nn.MultiheadAttention(32, 4, **how)), r(6, 2, 32)
     with pytest.raises(ValueError, match='add_bias_kv'): simulate_fp8(m)[0](x, x, x)
@@ -385,7 +386,7 @@ WRITINGS = {'sdpa': F.scaled_dot_product_attention, '@': lambda q, k, v: (q @ k.
             'einsum': lambda q, k, v: torch.einsum('bij,bjk->bik', torch.einsum('bik,bjk->bij', q, k).softmax(-1), v)}
 
 
-@pytest.mark.parametrize('writing', WRITINGS)
+@each('writing', WRITINGS)
 def test_attention_can_be_left_alone_while_its_linear_layers_are_converted(writing):
     m, x, f = Attends(WRITINGS[writing]), r(2, 6, 16), WRITINGS[writing]
     want = fp8_linear(f(*fp8_linear(x, m.qkv.weight, m.qkv.bias).chunk(3, -1)), m.out.weight, m.out.bias)
@@ -406,7 +407,7 @@ def test_left_alone_are_products_without_a_weight_only():
             simulate_fp8(By(lambda x, w: torch.einsum('ni,oi->no', x, w)), attention=False)(x)
 
 
-@pytest.mark.parametrize('need_weights', [True, False])
+@each('need_weights', [True, False])
 def test_torchs_attention_layer_without_its_products(need_weights):
     m, x = nn.MultiheadAttention(32, 4, batch_first=True), r(2, 6, 32)
     alone, all_of_it = [simulate_fp8(m, attention=a)(x, x, x, need_weights=need_weights)[0] for a in (False, True)]
@@ -427,7 +428,7 @@ def test_a_filter_asks_module_by_module():
     assert simulate_fp8(m, filter=lambda m, name: True, keep='0').not_converted == {'0.qkv': 'Linear', '0.out': 'Linear'}
 
 
-@pytest.mark.parametrize('train', [True, False])
+@each('train', [True, False])
 def test_torchs_transformer_layer_converts(train):
     m = nn.TransformerEncoderLayer(32, 4, 64, dropout=0., batch_first=True).train(train)
     eight, x = simulate_fp8(m).train(train), r(2, 6, 32)
@@ -448,7 +449,7 @@ PRODUCTS = {'@': lambda x: x @ x.T, 'matmul': lambda x: torch.matmul(x, x.T), 'm
             'conv2d': lambda x: F.conv2d(x[None, :, :, None], x[:, :8, None, None].contiguous(), x[0], padding='same')}
 
 
-@pytest.mark.parametrize('name', PRODUCTS)
+@each('name', PRODUCTS)
 def test_every_way_to_multiply_converts(name):
     x, f = r(8, 8), PRODUCTS[name]
     got, want = simulate_fp8(nn.Sequential(Does(f)))(x), f(x)
@@ -469,13 +470,13 @@ LIB.define('own(Tensor x, Tensor y) -> Tensor')
 LIB.impl('own', lambda x, y: x @ y, 'CompositeExplicitAutograd')
 
 
-@pytest.mark.parametrize('name', ['einsum', 'cdist', 'weighted bag'])
+@each('name', ['einsum', 'cdist', 'weighted bag'])
 def test_in_inference_mode_too(name):
     model, x = nn.Sequential(Does(REFUSED[name])), r(8, 8)
     with torch.inference_mode(), pytest.raises(ValueError, match='not converted'): simulate_fp8(model)(x)
 
 
-@pytest.mark.parametrize('name', REFUSED)
+@each('name', REFUSED)
 def test_what_is_not_known_is_refused_by_name(name):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Does(REFUSED[name]))), r(8, 8)
     eight = simulate_fp8(model)
@@ -486,7 +487,7 @@ def test_what_is_not_known_is_refused_by_name(name):
         assert torch.equal(model(x), model(x))      # and nothing stays switched on
 
 
-@pytest.mark.parametrize('m', [nn.LSTM(8, 8), nn.GRU(8, 8), nn.RNN(8, 8), nn.RNNCell(8, 8), nn.Bilinear(8, 8, 8)])
+@each('m', [nn.LSTM(8, 8), nn.GRU(8, 8), nn.RNN(8, 8), nn.RNNCell(8, 8), nn.Bilinear(8, 8, 8)])
 def test_sealed_layers_are_refused_at_once(m):
     with pytest.raises(ValueError, match=f"Module '1' computes a {type(m).__name__}"): simulate_fp8(nn.Sequential(nn.Identity(), m))
     assert simulate_fp8(nn.Sequential(nn.Identity(), m), keep='1').not_converted == {'1': type(m).__name__}
@@ -528,7 +529,7 @@ def test_copies_are_apart_and_pickles_are_whole():
     assert same_bits(pickle.loads(pickle.dumps(twin))(x), twin(x))
 
 
-@pytest.mark.parametrize('reentrant', [True, False])
+@each('reentrant', [True, False])
 @EVERY
 def test_checkpointing_changes_nothing(reentrant, name):
     found = {}
@@ -562,8 +563,8 @@ def test_grouped_products_are_those_of_each_group(name):
     assert torch.equal(cubes, fp8_matmul(x.view(2, 5, 8), x.view(2, 5, 8).mT, RECIPES[name]))
 
 
-@pytest.mark.parametrize('where', [Cast(), Cast(tile=(1, 32), scale=e8m0_up), Cast(tile=(128, 128), scale=fp32_scale), Cast(tile=(1, None), scale=fp32_scale)])
-@pytest.mark.parametrize('shape', [(0, 8), (8, 0), (0, 0), (2, 0, 8)])
+@each('where', [Cast(), Cast(tile=(1, 32), scale=e8m0_up), Cast(tile=(128, 128), scale=fp32_scale), Cast(tile=(1, None), scale=fp32_scale)])
+@each('shape', [(0, 8), (8, 0), (0, 0), (2, 0, 8)])
 def test_nothing_is_cast_to_nothing(where, shape): assert where(torch.zeros(shape)).shape == shape
 
 
@@ -579,7 +580,7 @@ def test_an_expert_without_tokens_trains_on(name):
 
 # --- delayed scales in somebody's program ---
 
-@pytest.mark.parametrize('to_half', [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: model_to_half(m)])
+@each('to_half', [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: model_to_half(m)])
 def test_delayed_scales_stay_single_in_a_half_model(to_half):
     net, x = to_half(simulate_fp8(nn.Sequential(nn.Linear(8, 8, bias=False)), late(4))), 1e-3*r(16, 8)
     w = net[0].weight
@@ -601,7 +602,7 @@ def test_half_models_keep_their_dtype():
         assert all(p.grad.dtype == torch.float16 for p in eight.parameters())
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@each('dtype', [torch.bfloat16, torch.float16])
 def test_autocast_decides_the_dtype_of_a_result(dtype):
     net, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)), r(4, 16)
     exact = simulate_fp8(net)(x)

@@ -2,7 +2,7 @@
 import ast, re
 from pathlib import Path
 
-import pytest
+from conftest import each
 
 HERE = Path(__file__).parent
 ROWS = [f'M{i}' for i in range(1, 32)] + [f'P{i}' for i in range(1, 17)] + [f'N{i}' for i in range(1, 24)]
@@ -19,7 +19,7 @@ def names_in(file):
 def test_every_row_has_one_line(): assert [l[0] for l in LINES] == ROWS
 
 
-@pytest.mark.parametrize('row, short, shown', LINES, ids=[l[0] for l in LINES])
+@each('row, short, shown', LINES)
 def test_what_shows_it_is_there(row, short, shown):
     chapters = {p.stem.split('_', 1)[1] for p in (HERE.parent/'nbs').glob('[0-9]*.ipynb')}
     tests, named = re.findall(r'`([^`]+)::(test_\w+)`', shown), re.findall(r'chapter (\w+)', shown)

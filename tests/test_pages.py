@@ -4,7 +4,7 @@ from functools import lru_cache
 from urllib.parse import unquote
 
 import pytest
-from conftest import NBS, ROOT
+from conftest import NBS, ROOT, each
 
 nbformat = pytest.importorskip('nbformat')
 BeautifulSoup = pytest.importorskip('bs4').BeautifulSoup
@@ -124,7 +124,7 @@ def test_index_lists_every_chapter(course_pages):
 def test_directives(src, want): assert P.directives(src)[0] == want
 
 
-@pytest.mark.parametrize('path', NBS, ids=lambda p: p.stem)
+@each('path', NBS)
 def test_directives_of_the_course_are_read_and_the_code_below_is_whole(path):
     for c in nbformat.read(path, as_version=4).cells:
         if c.cell_type != 'code': continue
@@ -133,7 +133,7 @@ def test_directives_of_the_course_are_read_and_the_code_below_is_whole(path):
         assert all(isinstance(d.get(k, ''), str) for k in ('fig-cap', 'fig-alt'))
 
 
-@pytest.mark.parametrize('path', NBS, ids=lambda p: p.stem)
+@each('path', NBS)
 def test_captions_have_exponents_and_no_carets(path):
     for c in nbformat.read(path, as_version=4).cells:
         d = P.directives(c.source)[0] if c.cell_type == 'code' else {}

@@ -5,7 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from conftest import barriers, NBS, ROOT
+from conftest import NBS, ROOT, barriers, each
 
 nbformat = pytest.importorskip('nbformat')
 pytest.importorskip('nbclient')
@@ -83,7 +83,7 @@ def test_no_name_of_the_library_is_hidden_and_no_key_is_doubled():
             assert not SITE.has(src, 'export') and len(keys) == len(set(keys)), c.source
 
 
-@pytest.mark.parametrize('path', NBS, ids=lambda p: p.stem)
+@each('path', NBS)
 def test_every_callout_is_closed(path):
     cells = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == 'markdown']
     marks = [m for src in cells for m in re.findall(r'^:{3,} *(\{|$)', src, re.M)]
@@ -151,7 +151,7 @@ def test_stale_chapters_are_found(tmp_path):
     assert {c.stem for c in SITE.stale(tmp_path)} == {p.stem for p in NBS}
 
 
-@pytest.mark.parametrize('status, dead, message', [('ok', [], None), ('failed', [], '07_toy'), ('ok', ['a.html: b'], 'a.html: b')])
+@each('status, dead, message', [('ok', [], None), ('failed', [], '07_toy'), ('ok', ['a.html: b'], 'a.html: b')])
 def test_a_failed_chapter_or_a_dead_link_ends_with_a_message(monkeypatch, status, dead, message):
     built = []
     monkeypatch.setattr(SITE.shutil, 'which', lambda name: name)
@@ -225,7 +225,7 @@ def small_site(course_pages, tmp_path_factory):
     return docs
 
 
-pages_of_site = pytest.mark.parametrize('name', ['index', 'formats', 'plots', 'all'])
+pages_of_site = each('name', ['index', 'formats', 'plots', 'all'])
 slow = [pytest.mark.browser, pytest.mark.timeout(1800)]
 
 

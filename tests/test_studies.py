@@ -3,7 +3,7 @@ import ast, json, math, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 
 import pandas as pd, pytest, torch
-from conftest import ROOT
+from conftest import ROOT, each
 
 from mpcourse import toys
 from mpcourse.scaler import StaticScaler
@@ -27,7 +27,7 @@ def test_every_result_lies_beside_its_script():
     assert len(NAMES) >= 15 and set(NAMES) == scripts, 'a script without its result, or a result without its script'
 
 
-@pytest.mark.parametrize('name', NAMES)
+@each('name', NAMES)
 def test_a_result_is_whole(name):
     doc, s = json.loads((FOLDER/f'{name}.json').read_text(encoding='utf-8')), study(name)
     assert list(doc) == ['study', 'command', 'rows', 'seeds', 'machine', 'results'] and doc['study'] == name
@@ -37,7 +37,7 @@ def test_a_result_is_whole(name):
     assert all(set(r) == {'row', 'seed', 'seconds', 'value'} and r['value'] for r in s.results)
 
 
-@pytest.mark.parametrize('name', NAMES)
+@each('name', NAMES)
 def test_a_script_says_what_it_asks(name):
     tree = ast.parse((FOLDER/f'{name}.py').read_text(encoding='utf-8'))
     assert '?' in ast.get_docstring(tree).splitlines()[0]
@@ -50,7 +50,7 @@ def test_the_library_knows_no_study():
     assert (ROOT/'setup.py').read_text().count("find_packages(include=[cfg['lib_path']") == 1 and 'studies' not in (ROOT/'MANIFEST.in').read_text()
 
 
-@pytest.mark.parametrize('name, row', [('rain_study', 'torch'), ('every_scheme', 'CNN: FP16 hold'), ('als_table', 'FP32')])
+@each('name, row', [('rain_study', 'torch'), ('every_scheme', 'CNN: FP16 hold'), ('als_table', 'FP32')])
 def test_a_stored_row_again(monkeypatch, name, row):
     monkeypatch.setenv('MPCOURSE_SEED', '7')        # shifts the seeds of chapters, not those of stored results
     s = study(name)
@@ -194,7 +194,7 @@ def test_a_failing_task_is_named_and_the_rest_kept(slow, tmp_path):
     assert files(tmp_path) == {'slow.partial.json'} and len(json.loads((tmp_path/'slow.partial.json').read_text())['results']) == 3
 
 
-@pytest.mark.parametrize('args, env, said', [((), dict(MPCOURSE_SEED='0'), 'MPCOURSE_SEED'), (('--rows', 'c'), {}, "'c'"), (('--seeds', '9'), {}, '9')])
+@each('args, env, said', [((), dict(MPCOURSE_SEED='0'), 'MPCOURSE_SEED'), (('--rows', 'c'), {}, "'c'"), (('--seeds', '9'), {}, '9')])
 def test_what_it_refuses(slow, tmp_path, args, env, said):
     code, text = finish(slow(*args, **env))
     assert code == 2 and said in text and not log(tmp_path) and not files(tmp_path)

@@ -3,6 +3,7 @@ import copy, inspect, math, statistics, subprocess, sys, threading, warnings
 from functools import partial
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
+from conftest import each
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpcourse.emulate import emulate
@@ -162,7 +163,7 @@ with torch.random.fork_rng():
            *[softmax(n, 2**19//n) for n in (2, 3, 10, 64, 257)], softmax(1024, 512), softmax(32, 8192, 0),
            attention(64, 32, 32, 64), attention(64, 32, 32, 64, True), attention(32, 128, 128, 32), attention(32, 64, 64, 128, True),
            attention(128, 16, 64, 64), attention(256, 64, 8, 64, dv=16)]
-ALL = pytest.mark.parametrize('case', OPS, ids=repr)
+ALL = each('case', OPS)
 
 
 def check_stds(got, want, tol):
@@ -180,7 +181,7 @@ def test_the_plain_twin_is_not_unit_scaled(case):
     assert_not_unit_scaled(case.plain, tol=.1, **case.tensors)
 
 
-@pytest.mark.parametrize('constraint', CONSTRAINTS)
+@each('constraint', CONSTRAINTS)
 @ALL
 def test_within_five_percent_of_prediction(case, constraint):
     "A factor c times the ideal one leaves a std of c; the b has few entries, so its noise is given room"
@@ -203,7 +204,7 @@ def test_backward_is_a_factor_times_the_plain_gradient(case):
             assert abs(ratio/f[k] - 1) < (.03 if rough else 2e-3 if case.name.split()[0] in UNARY else 1e-12), (constraint, k)
 
 
-@pytest.mark.parametrize('constraint', CONSTRAINTS[:-1])
+@each('constraint', CONSTRAINTS[:-1])
 @ALL
 def test_constrained_gradients_are_true_ones(case, constraint):
     "Behind a join of two paths: only an op whose activations share the forward factor passes"
@@ -283,7 +284,7 @@ with torch.random.fork_rng():
              fixed('mse', unit_mse, F.mse_loss, dict(y=1, x=2**16*8**-.5, t=2**16*8**-.5), x=r(256, 256), t=r(256, 256)),
              fixed('mse 3d', unit_mse, F.mse_loss, dict(y=1, x=30*400*8**-.5, t=30*400*8**-.5), x=r(3, 10, 400), t=r(3, 10, 400)),
              fixed('readout', unit_readout, F.linear, dict(y=256**-.5, x=96**-.5, w=1024**-.5), x=r(1024, 256), w=r(96, 256))]
-MORE = pytest.mark.parametrize('case', FIXED, ids=repr)
+MORE = each('case', FIXED)
 
 
 @MORE
@@ -335,8 +336,8 @@ def test_the_bias_is_added_after_the_factor():
     torch.testing.assert_close(unit_linear(x, w, b) - unit_linear(x, w), b.expand(64, 32))
 
 
-@pytest.mark.parametrize('before', [1., .3])
-@pytest.mark.parametrize('given', ['xwb', 'xw', 'x'])
+@each('before', [1., .3])
+@each('given', ['xwb', 'xw', 'x'])
 def test_an_op_of_your_own_gets_its_factors_in_order(given, before):
     xs = {k: r(5).double().requires_grad_() if k in given else None for k in 'xwb'}
     def op(x, w, b): return torch.exp(x)*(1 if w is None else w*w) + (0 if b is None else b)
@@ -387,10 +388,10 @@ PLACES = {'linear': (unit_linear, dict(x=(6, 16), w=(8, 16))), 'linear 3d': (uni
           'conv1d': (unit_conv1d, dict(x=(2, 4, 9), w=(6, 4, 3))), 'conv1d with a bias': (partial(unit_conv1d, stride=2, padding=1, groups=2), dict(x=(2, 4, 9), w=(6, 2, 3), b=(6,))),
           'conv2d': (unit_conv2d, dict(x=(2, 4, 7, 7), w=(6, 4, 3, 3))), 'conv2d with a bias': (partial(unit_conv2d, padding='same'), dict(x=(2, 4, 7, 7), w=(6, 4, 3, 3), b=(6,))),
           'matmul': (swapped(unit_matmul), dict(x=(6, 16), w=(16, 8))), 'matmul 3d': (swapped(unit_matmul), dict(x=(3, 6, 16), w=(3, 16, 8)))}
-PLACED = pytest.mark.parametrize('name', PLACES)
+PLACED = each('name', PLACES)
 
 
-@pytest.mark.parametrize('constraint', CONSTRAINTS)
+@each('constraint', CONSTRAINTS)
 @PLACED
 def test_operands_and_gradients_reach_the_products_at_their_own_size(name, constraint):
     "Each factor is applied to a product's result, so that a product in half or in eight bits has operands of unit scale"
@@ -400,7 +401,7 @@ def test_operands_and_gradients_reach_the_products_at_their_own_size(name, const
     assert sorted(map(sorted, backward)) == ([['g', 'w', 'x']] if 'conv' in name else [['g', 'w'], ['g', 'x']])
 
 
-@pytest.mark.parametrize('early', ['x', 'w', 'y'])
+@each('early', ['x', 'w', 'y'])
 @PLACED
 def test_a_factor_before_the_product_is_seen(name, early):
     "The twin: factors that wait elsewhere, for which the test above fails"
@@ -438,19 +439,19 @@ def batch_gradients(name, dtype, alike, autocast=False):
         return [t.float() for t in torch.autograd.grad(y, leaves, g)]
 
 
-@pytest.mark.parametrize('name', sorted(BATCHED.keys() - {'layer norm', 'batch norm'}))    # torch's CPU layer norm sums in FP16; equal rows have no variance
+@each('name', sorted(BATCHED.keys() - {'layer norm', 'batch norm'}))    # torch's CPU layer norm sums in FP16; equal rows have no variance
 def test_equal_rows_do_not_overflow(name):
     alike = batch_gradients(name, torch.float16, True)[1:]
     assert all(g.isfinite().all() for g in alike) and max(g.abs().max() for g in alike) > 2**6
     for got, want in zip(alike, batch_gradients(name, torch.float32, True)[1:]): assert (got - want).norm() < .01*want.norm()
 
 
-@pytest.mark.parametrize('name', ['linear', 'readout', 'conv1d', 'conv2d'])
+@each('name', ['linear', 'readout', 'conv1d', 'conv2d'])
 def test_equal_rows_do_not_overflow_under_autocast(name):
     assert all(g.isfinite().all() for g in batch_gradients(name, torch.float32, True, autocast=True))
 
 
-@pytest.mark.parametrize('name', BATCHED)
+@each('name', BATCHED)
 def test_half_gradients_are_those_of_single(name):
     for got, want in zip(batch_gradients(name, torch.float16, False), batch_gradients(name, torch.float32, False)):
         assert (got - want).norm() < (.1 if name == 'layer norm' else .01)*want.norm()
@@ -471,13 +472,13 @@ def test_an_embedding_of_one_symbol_does_not_overflow():
 
 # --- the factors ---
 
-@pytest.mark.parametrize('name', PAPER)
+@each('name', PAPER)
 def test_quadrature_finds_the_papers_factors(name):
     found = elementwise_factors(PLAIN[name])
     for k, want in zip('yx', PAPER[name]): assert round(found[k], 3) == want and abs(found[k] - ELEMENTWISE[TABLE[name]][k]) < 1e-6
 
 
-@pytest.mark.parametrize('name', PAPER)
+@each('name', PAPER)
 def test_quadrature_against_scipy(name):
     integrate = pytest.importorskip('scipy.integrate')
     f = PLAIN[name]
@@ -505,7 +506,7 @@ def test_elementwise_of_your_own():
     with torch.inference_mode(): assert elementwise_factors(torch.cos)['x'] > 1
 
 
-@pytest.mark.parametrize('n', [1, 2, 3, 5, 17, 100, 3000])
+@each('n', [1, 2, 3, 5, 17, 100, 3000])
 def test_softmax_by_quadrature_and_by_dice(n):
     s, h = softmax_sums(n)
     a, b = dice(n, 2**20)
@@ -535,7 +536,7 @@ def test_a_single_key_needs_no_scaling():
     assert unit_softmax(r(4, 1)).tolist() == [[1.]]*4
 
 
-@pytest.mark.parametrize('constraint', CONSTRAINTS)
+@each('constraint', CONSTRAINTS)
 def test_a_single_key_with_each_constraint(constraint):
     "All queries get the value of the one key: q and k have no gradient, but factors that are tied to the others"
     f = Case('one key', None, None, dict(y=1, q=1, k=1, v=16**-.5)).factors(constraint)
@@ -559,7 +560,7 @@ def test_attention_with_a_context_does_not_change_with_the_length():
     for n in (1, 5, 63): torch.testing.assert_close(unit_attention(q[:, :n], k[:, :n], v[:, :n], True, context=64), full[:, :n])
 
 
-@pytest.mark.parametrize('causal,queries,keys', [(True, 20, 20), (False, 20, 20), (False, 7, 20)])
+@each('causal,queries,keys', [(True, 20, 20), (False, 20, 20), (False, 7, 20)])
 def test_a_context_stands_for_the_number_of_keys(causal, queries, keys):
     "Where causal, for that of queries as well; forward and backward"
     want = attention_factors(64 if causal else queries, 64, causal)
@@ -597,7 +598,7 @@ class Branch(nn.Module):
 def stack(depth, constraint, d=64, **kw): return nn.Sequential(*[Branch(d, constraint, **kw) for _ in range(depth)])
 
 
-@pytest.mark.parametrize('constraint', CONSTRAINTS[:-1])
+@each('constraint', CONSTRAINTS[:-1])
 def test_directions_hold_with_a_constraint(constraint):
     model = stack(6, constraint)
     cos = gradient_cosines(model, r(64, 64))
@@ -620,7 +621,7 @@ def test_a_chain_needs_no_constraint():
     assert_true_directions(Chain(), r(128, 64))
 
 
-@pytest.mark.parametrize('wrong', ['the split', 'the add'])
+@each('wrong', ['the split', 'the add'])
 def test_a_lost_tau_is_found(wrong):
     kw = dict(split=lambda x, tau: (x, x)) if wrong == 'the split' else dict(add=lambda b, s, tau: residual_add(scaled(b, 1., tau**.5), s, tau))
     with pytest.raises(AssertionError, match='point elsewhere'): assert_true_directions(stack(2, 'geometric', **kw), r(64, 64))
@@ -640,7 +641,7 @@ def test_gradients_that_are_zero_up_to_rounding_count_as_true():
     assert gradient_cosines(small, r(8, 4), r(8, 4))['input 1'] < -.99, 'small is not yet zero'
 
 
-@pytest.mark.parametrize('factor', [2, .5])
+@each('factor', [2, .5])
 def test_one_wrong_factor_of_two_is_found(factor):
     def wrong(x, w): return x + scaled(unit_linear(x, w), 1., factor)
     with pytest.raises(AssertionError, match='input 0'): assert_true_directions(wrong, r(64, 64), r(64, 64))
@@ -767,7 +768,7 @@ def test_another_path_without_the_constraint():
 
 # --- weighted adds ---
 
-@pytest.mark.parametrize('weights', [None, (1, 1, 1), (3, 1, 2), (-1, 2, .1)])
+@each('weights', [None, (1, 1, 1), (3, 1, 2), (-1, 2, .1)])
 def test_weighted_add_is_unit(weights):
     xs = dict(a=r(512, 512), b=r(512, 512), c=r(512, 512))
     got = unit_stds(partial(weighted_add, weights=weights), **xs)
@@ -781,7 +782,7 @@ def test_weighted_add_with_a_broadcast_term():
     assert_true_directions(lambda a, b, c: weighted_add(a, b, c, weights=(1, 2, 3)) + a, *xs.values())
 
 
-@pytest.mark.parametrize('tau', [.01, .2, .5, .9])
+@each('tau', [.01, .2, .5, .9])
 def test_residual_branch_is_unit_outside_and_inside(tau):
     def block(x, w, inside):
         b, skip = residual_split(x, tau)
@@ -800,7 +801,7 @@ def test_running_mean_gives_all_layers_the_same_share():
     torch.testing.assert_close(x, sum(parts)/(n + 1)**.5)
 
 
-@pytest.mark.parametrize('taus', [[.5]*48, [running_tau(i) for i in range(1, 49)]], ids=['fixed', 'running'])
+@each('taus', [[.5]*48, [running_tau(i) for i in range(1, 49)]])
 def test_deep_stacks_keep_their_size(taus):
     ws = [r(64, 64) for _ in taus]
     def run(x, plain=False):
@@ -821,7 +822,7 @@ def half_gradient(f, x):
     return torch.autograd.grad(f(x), x)[0]
 
 
-@pytest.mark.parametrize('v,n', [(10, 2**17), (96, 2**15), (2048, 2**12)])
+@each('v,n', [(10, 2**17), (96, 2**15), (2048, 2**12)])
 def test_cross_entropy_in_half(v, n):
     x, y = r(n, v).half(), torch.randint(v, (n,))
     want = torch.autograd.grad(F.cross_entropy(d := x.double().requires_grad_(), y), d)[0]*n*v/(v - 1)**.5
@@ -878,7 +879,7 @@ def test_half_gradients_survive_a_deep_net_at_scale_one():
     assert share(net) < .01 and share(plain) > .9
 
 
-@pytest.mark.parametrize('dtype', [H, torch.bfloat16])
+@each('dtype', [H, torch.bfloat16])
 def test_ops_keep_the_dtype(dtype):
     x, w = r(4, 16, 32).to(dtype), r(32, 32).to(dtype)
     for y in (unit_linear(x, w), unit_matmul(x, x.mT), unit_gelu(x), unit_softmax(x), unit_attention(x, x, x), unit_layer_norm(x, (32,)), unit_dropout(x),
@@ -913,7 +914,7 @@ def test_ignored_targets_do_not_count_in_the_mean():
     torch.testing.assert_close(unit_cross_entropy(x, y, ignore_index=-1), F.cross_entropy(x, y, ignore_index=-1))
 
 
-@pytest.mark.parametrize('kw', [dict(), dict(label_smoothing=.2)])
+@each('kw', [dict(), dict(label_smoothing=.2)])
 def test_the_gradient_is_a_constant_times_torchs_however_many_are_ignored(kw):
     ratios = []
     for share in (0, .3, .9):
@@ -941,7 +942,7 @@ def test_logits_of_any_number_of_dimensions():
 
 # --- scaled itself ---
 
-@pytest.mark.parametrize('dtype', [H, torch.bfloat16, S, D])
+@each('dtype', [H, torch.bfloat16, S, D])
 def test_scaled_forward_and_backward(dtype):
     x = r(100).to(dtype).requires_grad_()
     up = r(100).to(dtype)
@@ -1033,7 +1034,7 @@ def test_an_export_with_gradients_warns_once():
     with warnings.catch_warnings(): warnings.simplefilter('error'); model(x).sum().backward()
 
 
-@pytest.mark.parametrize('device', DEVICES)
+@each('device', DEVICES)
 def test_on_each_device(device):
     model, x, y = stack(2, 'geometric').to(device), r(256, 64).to(device), r(256, 64).to(device)
     assert_true_directions(model, x)
@@ -1070,7 +1071,7 @@ def multiplications(op):
     return c.seen.count('mul')
 
 
-@pytest.mark.parametrize('constraint', ['geometric', 'none'])
+@each('constraint', ['geometric', 'none'])
 @pytest.mark.parametrize('op,plain', [
     (unit_gelu, F.gelu), (unit_softmax, partial(F.softmax, dim=-1)), (lambda x, constraint: unit_linear(x, W, constraint=constraint), lambda x: F.linear(x, W)),
     (lambda x, constraint: unit_layer_norm(x, (64,)), lambda x: F.layer_norm(x, (64,))), (lambda x, constraint: unit_dropout(x), F.dropout)],
@@ -1137,7 +1138,7 @@ BAD = [
     (lambda: unit_mse(r(4, 1), r(4)), r'\(4, 1\) with \(4,\)'), (lambda: unit_mse(r(0, 4), r(0, 4)), r'\(0, 4\)'), (lambda: unit_dropout(r(4), 1.1), '1.1')]
 
 
-@pytest.mark.parametrize('f,value', BAD, ids=[v for _, v in BAD])
+@each('f,value', BAD)
 def test_bad_input_is_refused_with_its_value(f, value):
     with pytest.raises(ValueError, match=value): f()
 
@@ -1158,7 +1159,7 @@ CALLS = {  # each op with its floating-point tensors by name
     'cross entropy': (partial(unit_cross_entropy, y=torch.arange(4)), dict(x=(4, 4)))} | {n: (f, dict(x=(4, 4))) for n, f in UNARY.items()}
 
 
-@pytest.mark.parametrize('name,k', [(n, k) for n, (_, shapes) in CALLS.items() for k in shapes])
+@each('name,k', [(n, k) for n, (_, shapes) in CALLS.items() for k in shapes])
 def test_each_op_names_the_tensor_that_cannot_be_scaled(name, k):
     f, shapes = CALLS[name]
     xs, said = {n: r(*s) for n, s in shapes.items()}, 'target' if (name, k) == ('mse', 'y') else k
@@ -1173,7 +1174,7 @@ def test_each_op_names_the_tensor_that_cannot_be_scaled(name, k):
         else: raise AssertionError('an empty tensor went through')
 
 
-@pytest.mark.parametrize('name', [n for n, (f, _) in CALLS.items() if 'constraint' in inspect.signature(f).parameters])
+@each('name', [n for n, (f, _) in CALLS.items() if 'constraint' in inspect.signature(f).parameters])
 def test_each_op_refuses_a_constraint_that_there_is_not(name):
     f, shapes = CALLS[name]
     for bad in ('gmean', 'None', '', None):

@@ -3,6 +3,7 @@ import math, statistics, warnings
 from functools import partial
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
+from conftest import each
 
 from mpcourse.formats import same_bits
 from mpcourse.unit import (CONSTRAINTS, ELEMENTWISE, attention_factors, residual_add, residual_split, softmax_factors, unit_attention, unit_cross_entropy,
@@ -21,7 +22,7 @@ with warnings.catch_warnings():
 D = torch.float64
 PEER = dict(geometric='gmean', harmonic='hmean', arithmetic='amean', to_output='to_output_scale', none=None)
 MEANS = dict(geometric=statistics.geometric_mean, harmonic=statistics.harmonic_mean, arithmetic=statistics.fmean)
-EACH = pytest.mark.parametrize('constraint', CONSTRAINTS)
+EACH = each('constraint', CONSTRAINTS)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def agree(ours, theirs, xs, mine={}, other={}):
 
 # --- the same numbers ---
 
-@pytest.mark.parametrize('shape', [(6, 5, 16, 8), (64, 32, 48), (1, 7, 3), (2, 3, 4, 5, 6)], ids=str)
+@each('shape', [(6, 5, 16, 8), (64, 32, 48), (1, 7, 3), (2, 3, 4, 5, 6)])
 @EACH
 def test_linear(constraint, shape):
     *batch, m, n = shape
@@ -73,7 +74,7 @@ def test_bias(constraint):
           dict(x=r(3, 16, 12), w=r(8, 16, 4), b=r(8)))
 
 
-@pytest.mark.parametrize('shape', [(8, 16, 10), (3, 5, 64, 100)], ids=str)
+@each('shape', [(8, 16, 10), (3, 5, 64, 100)])
 @EACH
 def test_readout(constraint, shape):
     "Theirs divides by the whole fan-in before it ties the factors, ours behind"
@@ -84,13 +85,13 @@ def test_readout(constraint, shape):
           mine | dict(y=mine['y']*m**-.5), tie(constraint, **f))
 
 
-@pytest.mark.parametrize('left,right', [((6, 16), (16, 8)), ((64, 2), (2, 3)), ((4, 6, 16), (4, 16, 8)), ((2, 3, 5, 7), (2, 3, 7, 11))], ids=str)
+@each('left,right', [((6, 16), (16, 8)), ((64, 2), (2, 3)), ((4, 6, 16), (4, 16, 8)), ((2, 3, 5, 7), (2, 3, 7, 11))])
 @EACH
 def test_matmul(constraint, left, right):
     agree(lambda a, b: unit_matmul(a, b, constraint), lambda a, b: lib.matmul(a, b, PEER[constraint]), dict(a=r(*left), b=r(*right)))
 
 
-@pytest.mark.parametrize('left,right', [((9, 6, 16), (16, 8)), ((6, 16), (4, 16, 8)), ((2, 1, 5, 7), (3, 7, 4))], ids=str)
+@each('left,right', [((9, 6, 16), (16, 8)), ((6, 16), (4, 16, 8)), ((2, 1, 5, 7), (3, 7, 4))])
 @EACH
 def test_matmul_of_a_matrix_that_is_used_often(constraint, left, right):
     "Theirs forgets that a broadcast matrix gets one gradient from each use"
@@ -105,7 +106,7 @@ CONVS = [dict(kernel=4, stride=4), dict(kernel=1), dict(kernel=2, stride=2, grou
          dict(kernel=3, dilation=2, groups=2), dict(kernel=3, stride=2, padding=1, dilation=3, groups=4)]
 
 
-@pytest.mark.parametrize('kw', CONVS, ids=str)
+@each('kw', CONVS)
 @EACH
 def test_conv1d(constraint, kw):
     "The same where windows tile the input; elsewhere ours counts the pairs inside, theirs takes every window and every entry for full"
@@ -120,13 +121,13 @@ def test_conv1d(constraint, kw):
           dict(x=r(b, c_in, size), w=r(c_out, c_in//g, k)), mine, other)
 
 
-@pytest.mark.parametrize('rows,ids,features', [(20, (3, 50), 16), (7, (5,), 3), (1000, (2, 2, 2), 8)], ids=str)
+@each('rows,ids,features', [(20, (3, 50), 16), (7, (5,), 3), (1000, (2, 2, 2), 8)])
 def test_embedding(rows, ids, features):
     ids = torch.randint(rows, ids)
     agree(partial(unit_embedding, ids), lambda w: lib.embedding(ids, w), dict(w=r(rows, features)))
 
 
-@pytest.mark.parametrize('shape,norm', [((8, 16), (16,)), ((3, 5, 6), (6,)), ((4, 2, 3, 5), (3, 5))], ids=str)
+@each('shape,norm', [((8, 16), (16,)), ((3, 5, 6), (6,)), ((4, 2, 3, 5), (3, 5))])
 def test_norms(shape, norm):
     xs = dict(x=r(*shape)*3 + 1, w=r(*norm), b=r(*norm))
     agree(lambda x, w, b: unit_layer_norm(x, norm, w, b), lambda x, w, b: lib.layer_norm(x, norm, w, b), xs)
@@ -136,7 +137,7 @@ def test_norms(shape, norm):
     for k in a: assert (a[k] - b[k]).norm()/b[k].norm() < 2**-22, k
 
 
-@pytest.mark.parametrize('p,training', [(.1, True), (.5, True), (.9, True), (.5, False)])
+@each('p,training', [(.1, True), (.5, True), (.9, True), (.5, False)])
 def test_dropout(p, training):
     def same(f):
         def run(x):
@@ -146,12 +147,12 @@ def test_dropout(p, training):
     agree(same(unit_dropout), same(lib.dropout), dict(x=r(32, 32)))
 
 
-@pytest.mark.parametrize('a,b', [((6, 8), (6, 8)), ((6, 8), (8,)), ((6, 1), (5, 1, 8)), ((3,), (4, 1))], ids=str)
+@each('a,b', [((6, 8), (6, 8)), ((6, 8), (8,)), ((6, 1), (5, 1, 8)), ((3,), (4, 1))])
 def test_add(a, b):
     agree(weighted_add_of_two, lambda a, b: lib.add(a, b, 'to_output_scale'), dict(a=r(*a), b=r(*b)))
 
 
-@pytest.mark.parametrize('t', [.3, 1., 2.])
+@each('t', [.3, 1., 2.])
 def test_residual_with_its_ratio_translated(t):
     "Their tau is the ratio of the two weights, ours a share of the variance: τ = t²/(1 + t²)"
     def block(split, add, tau):
@@ -162,11 +163,11 @@ def test_residual_with_its_ratio_translated(t):
     agree(block(residual_split, residual_add, t*t/(1 + t*t)), block(lib.residual_split, lib.residual_add, t), dict(x=r(16, 16), w=r(16, 16), inside=r(16, 16)))
 
 
-@pytest.mark.parametrize('shape', [(8, 16), (3, 4, 5), (7,)], ids=str)
+@each('shape', [(8, 16), (3, 4, 5), (7,)])
 def test_mse(shape): agree(lambda x, t: unit_mse(x, t), lambda x, t: lib.mse_loss(x, t), dict(x=r(*shape), t=r(*shape)))
 
 
-@pytest.mark.parametrize('n,v', [(32, 10), (1, 2), (500, 96)])
+@each('n,v', [(32, 10), (1, 2), (500, 96)])
 def test_cross_entropy(n, v):
     y = torch.randint(v, (n,))
     agree(lambda x: unit_cross_entropy(x, y), lambda x: lib.cross_entropy(x, y), dict(x=r(n, v)*2))
@@ -187,7 +188,7 @@ TABLE = dict(gelu=ELEMENTWISE[F.gelu], silu=ELEMENTWISE[F.silu])
 OFF = dict(gelu=dict(y=.0387, x=.0234), silu=dict(y=-.0115, x=.0360))      # their factor over the integral, less one
 
 
-@pytest.mark.parametrize('name', FITS)
+@each('name', FITS)
 @EACH
 def test_activations(constraint, name):
     mine, other = (tie(constraint, **f[name]) for f in (TABLE, FITS))
@@ -195,7 +196,7 @@ def test_activations(constraint, name):
     agree(lambda x: ours(x, constraint), lambda x: theirs(x, constraint=PEER[constraint]), dict(x=r(5, 7, 9)), mine, other)
 
 
-@pytest.mark.parametrize('name', FITS)
+@each('name', FITS)
 def test_the_fits_of_activations_are_off_by_percents(name):
     "So much too large or small are their outputs and gradients; ours are within half a percent"
     for k, off in OFF[name].items(): assert abs(FITS[name][k]/TABLE[name][k] - 1 - off) < 1e-4
@@ -205,7 +206,7 @@ def test_the_fits_of_activations_are_off_by_percents(name):
     for k in 'yx': assert abs(ours[k] - 1) < .005 and abs(theirs[k] - 1 - OFF[name][k]) < .005
 
 
-@pytest.mark.parametrize('n', [2, 10, 64, 1000])
+@each('n', [2, 10, 64, 1000])
 @EACH
 def test_softmax(constraint, n):
     "Theirs is n^.9 for both; ours tends to n/√(e − 1) and n/√e"
@@ -214,8 +215,8 @@ def test_softmax(constraint, n):
     agree(lambda x: unit_softmax(x, 0, constraint), lambda x: lib.softmax(x, 0, constraint=PEER[constraint]), dict(x=r(n, 12)), mine, other)
 
 
-@pytest.mark.parametrize('causal', [False, True])
-@pytest.mark.parametrize('n,d', [(4, 8), (64, 16), (200, 64)])
+@each('causal', [False, True])
+@each('n,d', [(4, 8), (64, 16), (200, 64)])
 @EACH
 def test_attention(constraint, n, d, causal):
     "With their multiplier set to what makes the logits of unit size; they have one factor for all four"
@@ -264,7 +265,7 @@ def fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize('share', [.5, .9])
+@each('share', [.5, .9])
 def test_mistake_1_ignored_targets_count_in_their_mean(share):
     "Ours: test_unit, test_ignored_targets_do_not_count_in_the_mean"
     x, y = r(100, 10), torch.randint(10, (100,))
@@ -290,7 +291,7 @@ def test_mistake_2_a_root_container_is_not_simulated(fresh):
 UNKNOWN = dict(relu=torch.relu, tanh=torch.tanh, sigmoid=torch.sigmoid)
 
 
-@pytest.mark.parametrize('name', UNKNOWN)
+@each('name', UNKNOWN)
 def test_mistake_3_unknown_functions_stay_as_they_are(fresh, name, recwarn):
     "Ours: test_unit_models, test_refuses_what_it_does_not_know_and_names_it"
     theirs, f = transforms.unit_scale(Then(UNKNOWN[name])), UNKNOWN[name]
@@ -298,7 +299,7 @@ def test_mistake_3_unknown_functions_stay_as_they_are(fresh, name, recwarn):
     assert not [w for w in recwarn if 'unit' in str(w.message).lower()]
 
 
-@pytest.mark.parametrize('layer,shape', [(nn.Conv2d(8, 8, 3), (4, 8, 9, 9)), (nn.GroupNorm(2, 8), (4, 8, 9, 9)), (nn.AvgPool1d(4), (4, 8, 16))], ids=lambda v: type(v).__name__)
+@each('layer,shape', [(nn.Conv2d(8, 8, 3), (4, 8, 9, 9)), (nn.GroupNorm(2, 8), (4, 8, 9, 9)), (nn.AvgPool1d(4), (4, 8, 16))])
 def test_mistake_3_unknown_layers_stay_as_they_are(fresh, layer, shape):
     "Ours converts these three: test_unit_models, test_a_layer_is_torchs_times_factors"
     x = torch.randn(shape)
@@ -313,7 +314,7 @@ def test_mistake_4_nearest_is_stochastic(fresh):
     assert theirs(torch.full((400, 1), 1.03125)).unique().tolist() == [1., 1.125]
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@each('dtype', [torch.float16, torch.bfloat16])
 def test_mistake_5_half_precision_is_read_as_if_it_were_single(dtype):
     "Ours: test_fp8, test_dtypes_come_back and test_half_values_are_those_of_single"
     x = torch.randn(8).to(dtype)
