@@ -1,11 +1,11 @@
-"""One-line breakages of the library: each must turn a test red.
+"""Breakages of one line of the library, each of which must turn a test red.
 
-    python tools/mutants.py             all of them, two workers; survivors are named, exit code 1 if there are any
-    python tools/mutants.py step 31     those of a module, or of a number
+    python tools/mutants.py             all of them, with two workers; names the survivors, exit code 1 if there are any
+    python tools/mutants.py step 31     those of a module, and number 31
     python tools/mutants.py --list
 
-Each is applied to an exported file in a copy of the tree, never in place. A text that is not there exactly once is an
-error: whoever rewrites a module brings its mutants along. Add one for each new line that matters."""
+Each is applied to an exported file in a copy of the tree, never in place. A text that does not occur exactly once is an
+error, so bring the mutants of a module along when you rewrite it. Add one for each new line that matters."""
 import importlib, importlib.util, io, os, shutil, signal, sys, tempfile, time
 from collections import namedtuple
 from contextlib import redirect_stderr, redirect_stdout
@@ -320,7 +320,7 @@ def main(args):
         for i,m in enumerate(M): print(f'{i:3} {m.module:12} {m.old.strip()!r} -> {m.new.strip()!r}  promise {m.promise}: {m.tests}')
         return 0
     if wrong := check_texts([M[i] for i in chosen]):
-        print('A mutant wants a text that is not there exactly once:', *wrong, sep='\n  ')
+        print('These mutants replace a text that does not occur exactly once, so give them the present text:', *wrong, sep='\n  ')
         return 2
     read, write = os.pipe()
     for k in range(2):
