@@ -83,7 +83,7 @@ def asked_policies(
     "The policies that were asked for; automatic loss scaling sees only the gradients of weights here"
     from mpcourse.simulator import named_policies
     flying = named_policies(names)
-    if 'als' in flying:                     # not among the named ones
+    if 'als' in flying:                     # `get_policy` does not know it
         from mpcourse.als import ALSScaler
         flying['als'] = ALSScaler(activations=False)
     return flying

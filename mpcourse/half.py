@@ -62,7 +62,7 @@ def weight_parts(
 def _floats(model):
     "(name, tensor, its module, is it a buffer?) of every floating-point tensor; tied ones once for each name"
     if not isinstance(model, nn.Module):
-        raise TypeError(f'A {type(model).__name__} is not a model: give an nn.Module.')
+        raise TypeError(f'{type(model).__name__} is not a model: give an nn.Module.')
     for path, m in model.named_modules(remove_duplicate=False):
         for tensors in (m._parameters, m._buffers):
             for n, t in tensors.items():

@@ -62,7 +62,7 @@ class LossScaler(nn.Module):
         wrong = config.keys() - {n for c in ours for n in signature(c.__init__).parameters}
         if wrong: raise ValueError(f'{type(self).__name__} takes no {", ".join(wrong)}: leave it out.')
         if not 2.**-126 <= min_scale <= max_scale <= 2.**127:
-            raise ValueError(f'Scales from {min_scale} to {max_scale} cannot work: take 2^-126 to 2^127.')
+            raise ValueError(f'Scales from {min_scale} to {max_scale} cannot work: take a range within 2^-126 to 2^127.')
         bounds = dict(min_scale=min_scale, max_scale=max_scale)
         self.config = dict(init_scale=init_scale, hold=hold, **bounds, **config)
         vars(self).update(self.config)
@@ -211,12 +211,12 @@ def _check_state(
     mine, about = scaler.state_dict(), state.get('_extra_state')
     kind = about.get('policy') if isinstance(about, dict) else None
     if kind != type(scaler).__name__:
-        raise ValueError(f'{type(scaler).__name__} cannot load a state of {kind}: {", ".join(state)}.')
+        raise ValueError(f'{type(scaler).__name__} cannot load a state of {kind} with {", ".join(state)}.')
     def kind_of(v): return getattr(v, 'dtype', type(v)), getattr(v, 'shape', None)
     both = mine.keys() & state.keys()
     wrong = {k for k in both if kind_of(mine[k]) != kind_of(state[k])}
     wrong |= mine.keys() ^ state.keys()
-    if wrong: raise ValueError(f'The state does not fit: {", ".join(wrong)} missing, unknown or of another kind.')
+    if wrong: raise ValueError(f'These entries are missing, unknown or of another kind: {", ".join(wrong)}.')
     low, high = about['config']['min_scale'], about['config']['max_scale']
     if about['version'] != 1 or not low <= state['scale'] <= high:
         raise ValueError(f'This state was not saved by this class: version {about["version"]}, '

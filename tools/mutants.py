@@ -34,7 +34,7 @@ M = [Mutant(*row) for row in (
     ('scaler', 'm._buffers[n] = b.to(fn(b).device)', 'm._buffers[n] = fn(b)', 'scaler', 'keeps_its_dtypes'),
     ('scaler', 'if state or not prefix: _check_state(self, state)', 'pass', 'scaler', 'refused_and_nothing'),
     ('scaler', 'not low <= state[\'scale\'] <= high', 'False', 'scaler', 'refused_and_nothing'),
-    ('scaler', "if wrong: raise ValueError(f'The state", "if False: raise ValueError(f'The state", 'scaler', 'refused_and_nothing'),
+    ('scaler', "if wrong: raise ValueError(f'These", "if False: raise ValueError(f'These", 'scaler', 'refused_and_nothing'),
     ('scaler', "if wrong: raise ValueError(f'{type", "if False: raise ValueError(f'{type", 'scaler', 'nobody_has'),
     ('scaler', 'vars(self).update(self.config)\n\n', '\n', 'scaler', 'travel'),
     ('scaler', 'buffers = {n: b.clone() for n, b in model.named_buffers()}', 'buffers = {}', 'scaler', 'measuring'),
