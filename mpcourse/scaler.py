@@ -62,7 +62,7 @@ class LossScaler(nn.Module):
         wrong = config.keys() - {n for c in ours for n in signature(c.__init__).parameters}
         if wrong: raise ValueError(f'{type(self).__name__} takes no {", ".join(wrong)}: leave it out.')
         if not 2.**-126 <= min_scale <= max_scale <= 2.**127:
-            raise ValueError(f'Scales from {min_scale} to {max_scale} cannot work: take a range within 2^-126 to 2^127.')
+            raise ValueError(f'Scales from {min_scale} to {max_scale} cannot work: take a range in 2^-126 to 2^127.')
         bounds = dict(min_scale=min_scale, max_scale=max_scale)
         self.config = dict(init_scale=init_scale, hold=hold, **bounds, **config)
         vars(self).update(self.config)
