@@ -15,28 +15,28 @@ help: ## list the targets
 course: .venv/.installed ## run the chapters and write their pages to _course/ (CHAPTERS="02 05" for some)
 	@$(BIN)/python -m tools.course $(CHAPTERS) --out $(OUT)
 
-test: .venv/.installed ## everything that CI checks
+test: .venv/.installed ## run everything that CI checks
 	@$(BIN)/python tests/run.py
 
-check: .venv/.installed ## your solutions of a chapter (CHAPTER=11 FILE=mine.py)
+check: .venv/.installed ## check your solutions of a chapter (CHAPTER=11 FILE=mine.py)
 	@$(BIN)/mpcourse check $(CHAPTER) $(FILE)
 
-claims: .venv/.installed ## the chapters under other seeds, threads, instruction sets; only what changed (CLAIMS="--chapters 10 --seeds 0-9 --only seeds")
+claims: .venv/.installed ## run the chapters under other seeds, threads, instruction sets; only what changed (CLAIMS="--chapters 10 --seeds 0-9 --only seeds")
 	@PYTHONPATH=. $(BIN)/python tools/claims.py $(CLAIMS)
 
-lab: .venv/.installed ## JupyterLab on the notebooks
+lab: .venv/.installed ## open JupyterLab on the notebooks
 	@$(BIN)/jupyter lab --notebook-dir=nbs $(LAB)
 
-site: .venv/.installed ## the site, with Quarto, to _docs/
+site: .venv/.installed ## build the site with Quarto in _docs/
 	@$(BIN)/python -m tools.site
 
-studies: .venv/.installed ## results over many seeds, each beside its script in studies/ (takes an hour, can be interrupted)
+studies: .venv/.installed ## run the studies over many seeds in studies/ (takes an hour, can be interrupted)
 	@for s in $(STUDIES); do $(BIN)/python $$s || exit 1; done
 
-bench: .venv/.installed ## timings, to bench/results/
+bench: .venv/.installed ## write timings to bench/results/
 	@$(BIN)/python bench/run.py $(BENCH)
 
-mutants: .venv/.installed ## break one line at a time: tests must see it (MUTANTS="step als" for some modules)
+mutants: .venv/.installed ## break one line at a time, which tests must see (MUTANTS="step als" for some modules)
 	@$(BIN)/python tools/mutants.py $(MUTANTS)
 
 fuzz: .venv/.installed ## 100,000 random steps of scalers and models, half an hour (FUZZ=100 for fewer)

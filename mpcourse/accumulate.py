@@ -21,28 +21,28 @@ from .tensorcore import half_compute
 
 # %% ../nbs/21_accumulate.ipynb #82806dbb
 def graphcore_mean(
-    mean:Tensor, # of the k − 1 before
+    mean:Tensor, # the mean of the k − 1 before
     g:Tensor, # the next one, of the same shape and dtype
-    k:int, # how many there are with it
+    k:int, # how many there are, g included
 )->Tensor: # the mean of all k
-    "M_k = (k − 1)/k M + g/k, the running mean of Graphcore's article; three roundings"
+    "The running mean of Graphcore's article, M_k = (k − 1)/k M + g/k, which rounds three times"
     return mean*((k - 1)/k) + g/k
 
 def welford_mean(
-    mean:Tensor, # of the k − 1 before
+    mean:Tensor, # the mean of the k − 1 before
     g:Tensor, # the next one, of the same shape and dtype
-    k:int, # how many there are with it
+    k:int, # how many there are, g included
 )->Tensor: # the mean of all k
-    "M_k = M + (g − M)/k, as Welford (1962); three roundings, and the difference may overflow"
+    "Welford's running mean (1962), M_k = M + (g − M)/k; it rounds three times, and g − M may overflow"
     return mean + (g - mean)/k
 
 # %% ../nbs/21_accumulate.ipynb #ce0081d6
 def lerp_mean(
-    mean:Tensor, # of the k − 1 before
+    mean:Tensor, # the mean of the k − 1 before
     g:Tensor, # the next one, of the same shape and dtype
-    k:int, # how many there are with it
+    k:int, # how many there are, g included
 )->Tensor: # the mean of all k
-    "Welford's formula in one op: computed in FP32 registers, rounded once"
+    "Welford's formula in one op, which computes in FP32 registers and rounds once"
     return mean.lerp(g, 1/k)
 
 MEANS = dict(graphcore=graphcore_mean, welford=welford_mean, lerp=lerp_mean)
@@ -51,17 +51,17 @@ def running_mean(
     grads, # tensors of one shape and dtype, one after the other
     rule:str='lerp', # one of `MEANS`
 )->Tensor: # their mean, in their dtype
-    "The mean of tensors without their sum; ValueError for an unknown rule, or if there are none"
-    if rule not in MEANS: raise ValueError(f'There is no mean {rule!r}: take one of {", ".join(MEANS)}.')
+    "The mean of tensors, computed without their sum; ValueError for an unknown rule, or for no tensors"
+    if rule not in MEANS: raise ValueError(f'There is no rule {rule!r} for a mean: take one of {", ".join(MEANS)}.')
     mean = None
     for k, g in enumerate(grads, 1):
         mean = MEANS[rule](torch.zeros_like(g) if mean is None else mean, g, k)
-    if mean is None: raise ValueError(f'A mean of {grads!r}: there is no tensor in it.')
+    if mean is None: raise ValueError(f'{grads!r} holds no tensor, so it has no mean: give at least one.')
     return mean
 
 # %% ../nbs/21_accumulate.ipynb #1d4935c9
 class RunningMean:
-    "The mean of gradients that come one micro-batch after the other, in their own dtype"
+    "The mean of gradients that arrive one micro-batch after another, kept in their dtype"
     def __init__(self,
         params, # parameters whose `.grad` is collected
     ): self.params, self.means, self.seen = list(params), {}, 0
@@ -70,7 +70,7 @@ class RunningMean:
     def add(self,
         n:int=1, # examples in this micro-batch
     ):
-        "Take the gradients out of `.grad`, into the mean; where there is none it is zero"
+        "Move the gradients from `.grad` into the mean; a missing gradient counts as zero"
         live = [p for p in self.params if p.grad is not None or p in self.means]
         new = [torch.zeros_like(p) if p.grad is None else p.grad for p in live]
         means = [self.means.setdefault(p, torch.zeros_like(g)) for p, g in zip(live, new)]
@@ -79,7 +79,7 @@ class RunningMean:
         for p in live: p.grad = None
 
     def put(self):
-        "Hand the mean over to `.grad`, and begin anew"
+        "Move the mean to `.grad`, and start a new one"
         for p, mean in self.means.items(): p.grad = mean
         self.means, self.seen = {}, 0
 
@@ -106,16 +106,16 @@ def mean_backward(
 STORING = ('nearest', 'stochastic', 'kahan')
 
 class HalfStorage:
-    "Weights that are stored in 16 bits without a master copy: FP32 within `wide()`, rounded at its end"
+    "Weights stored in 16 bits without a master copy; they are FP32 inside `wide()`, and rounded at its end"
     def __init__(self,
-        params, # a model's parameters; those of 16 bits that are trained
-        rounding:str='stochastic', # one of `STORING`; 'kahan': to nearest, and what that cut off is kept
+        params, # a model's parameters, of which those of 16 bits that are trained count
+        rounding:str='stochastic', # one of `STORING`; 'kahan' rounds to nearest and keeps what the rounding cut off
         generator:torch.Generator=None, # for 'stochastic', on the device of the weights
     ):
         if rounding not in STORING:
-            raise ValueError(f'There is no rounding={rounding!r}: take one of {", ".join(STORING)}.')
+            raise ValueError(f'rounding={rounding!r} is unknown: take one of {", ".join(STORING)}.')
         self.params = [p for p in params if p.requires_grad and p.element_size() == 2]
-        if not self.params: raise ValueError('No parameter has 16 bits: cast the model first.')
+        if not self.params: raise ValueError('No trained parameter has 16 bits to round to: cast the model.')
         self.rounding, self.generator = rounding, generator
         self.lost = [torch.zeros_like(p.data) for p in self.params] if rounding == 'kahan' else []
 
@@ -152,7 +152,7 @@ class HalfStorage:
 def state_dict(self:HalfStorage,
     opt:torch.optim.Optimizer, # of the same parameters
 )->dict: # for `torch.save`
-    "What a training needs to go on, beside the model's own state; references, as torch's: save or copy it"
+    "What a training needs to continue, besides the model's state; like torch's it holds references, so save or copy it"
     generator = None if self.generator is None else self.generator.get_state()
     return dict(opt=opt.state_dict(), lost=list(self.lost), generator=generator)
 
@@ -161,40 +161,41 @@ def load_state_dict(self:HalfStorage,
     state:dict, # from `state_dict`
     opt:torch.optim.Optimizer, # of the same parameters
 ):
-    "Go on bit for bit. torch casts an optimizer's state to the dtype of its weights, so these are FP32 meanwhile"
+    "Restore bit for bit; torch casts an optimizer's state to the dtype of its weights, so these are FP32 meanwhile"
     if len(state['lost']) != len(self.lost) or (state['generator'] is None) != (self.generator is None):
-        raise ValueError(f'This state is not of rounding={self.rounding!r} with generator={self.generator}.')
+        raise ValueError(f'The state was saved with another rounding or generator than {self.rounding!r} and '
+                         f'{self.generator}: give those with which it was saved.')
     with self.wide(): opt.load_state_dict(state['opt'])
     for t, saved in zip(self.lost, state['lost']): t.copy_(saved)
     if self.generator is not None: self.generator.set_state(state['generator'])
 
 # %% ../nbs/21_accumulate.ipynb #062a72e6
 class HalfStep(MixedStep):
-    "`MixedStep` without masters: half weights and gradients, FP32 for the length of the update"
+    "`MixedStep` without masters: weights and gradients are half, and FP32 only during the update"
     def __init__(self,
         scaler:LossScaler, # which scale, and when to change it
         rounding:str='stochastic', # of the stored weights, as in `HalfStorage`
-        generator:torch.Generator=None, # for it
+        generator:torch.Generator=None, # for stochastic rounding
         parts:int=1, # micro-batches that each batch is cut into
         clip:float=None, # largest global norm of the unscaled gradients
         compute=None, # context of both passes; None: `fast_half` on a CPU, torch's kernels elsewhere
     ):
         super().__init__(scaler, compute=compute, clip=clip)
-        if not (isinstance(parts, int) and parts > 0): raise ValueError(f'{parts!r} micro-batches cannot be.')
+        if not (isinstance(parts, int) and parts > 0): raise ValueError(f'parts={parts!r} cannot work: take 1, 2, 3 …')
         self.rounding, self.generator, self.parts = rounding, generator, parts
 
     def begin(self, model):
-        "Look at a new model, in half precision, and watch it if the policy does"
+        "Prepare for a new model in half precision, and let the policy watch it"
         self.stats = GradStats(self.scaler, model)
         self.storage = HalfStorage(model.parameters(), self.rounding, self.generator)
 
     def backward(self, model, xb, yb, loss_func):
-        "Loss of a batch, and the mean of its micro-batches' gradients"
+        "Compute the loss of a batch, and leave the mean gradient of its micro-batches in `.grad`"
         micro = zip(xb.chunk(self.parts), yb.chunk(self.parts))
         with half_compute(xb.device.type, self.compute): loss = mean_backward(model, micro, loss_func, self.scaler)
         self.stats.see_loss(loss)
         return loss
 
     def update(self, model, opt, loss):
-        "As there, in FP32"
+        "As in `MixedStep`, in FP32"
         with self.storage.wide(): return super().update(model, opt, loss)

@@ -26,8 +26,8 @@ from .toys import plain_step, seeded
 YES, NO = .8, .3                            # chosen on the nine nets of chapter 33
 
 def judge(
-    seen:list, # of a scheme: layer -> share that arrived, at each probe; None: the batch was lost
-    no:float=NO, # below it, in the median over the probes: 'no'
+    seen:list, # of one scheme, at each probe: layer -> share that arrived, or None if the batch was lost
+    no:float=NO, # 'no' if the median over the probes lies below it
 )->tuple: # 'yes', 'no' or 'cannot tell', and why
     "A verdict on one scheme"
     lost, worst = sum(s is None for s in seen), [min((k, layer) for layer, k in s.items()) for s in seen if s]
@@ -41,17 +41,17 @@ def judge(
 def matrices(
     model:nn.Module,
 )->dict: # name -> weight matrix; biases and norms are left out
-    "The weights that are looked at"
+    "The weight matrices, whose gradients are compared"
     return {n: p for n, p in model.named_parameters() if p.dim() > 1}
 
 def share(
     s:torch.Tensor, g:torch.Tensor, # of one shape
-)->float: # 1 if s is g, also with something sideways; 0 if nothing of g is in s
+)->float: # 1 if s is g, or g plus something orthogonal; 0 if nothing of g is in s
     "How much of g is in s"
     return ((s*g).sum()/(g*g).sum()).item()
 
 class Trial:
-    "A scheme at work on a copy of the model, from whatever weights it is given"
+    "A scheme that runs on a copy of the model, with the weights that it is given"
     def __init__(self,
         name:str, # one of `SCHEMES`
         t:Training, # its first batch is the one that a scheme measures
@@ -61,13 +61,13 @@ class Trial:
         self.scaler = getattr(self.step, 'scaler', None)
 
     def once(self, batch, seed):
-        "One step that moves nothing: its loss, and whether it was skipped"
+        "Run one step with learning rate 0; return its loss and whether it was skipped"
         opt = torch.optim.SGD(self.t.model.parameters(), lr=0.)
         with seeded(seed): out = self.step(self.t.model, *batch, opt, self.t.loss_func)
         return out if isinstance(out, dict) else dict(loss=out, skipped=0)
 
     def settle(self, batch, seed, tries=64):
-        "The same batch again, until it is not skipped and the scheme's scale has been there before"
+        "Repeat a batch until it is not skipped and leaves the scheme's scale at a value that it had before"
         scales = set()
         for _ in range(tries):
             if self.scaler: scales.add(self.scaler.scale.item())
@@ -80,7 +80,7 @@ class Trial:
         batch:tuple, # (inputs, targets)
         seed:int=0, # of dropout
     )->dict: # name -> gradient as the optimizer gets it, FP32; None if the batch is lost
-        "What the scheme makes of a batch"
+        "The gradients that the scheme computes from a batch"
         self.t.model.load_state_dict(model.state_dict(), strict=False)
         out = self.settle(batch, seed)
         grads = {n: p.grad.float() for n, p in matrices(self.t.model).items() if p.grad is not None}
@@ -92,8 +92,8 @@ def as_taken(
     grads:dict, # name -> gradient; None: the batch is lost
     opt, # of the model's parameters
     model:nn.Module,
-)->dict: # name -> step, but for the learning rate
-    "Adam divides a gradient by its own root mean square, this gradient included; SGD leaves it"
+)->dict: # name -> step, without the learning rate
+    "Gradients as the optimizer scales them: Adam divides by its root mean square, this gradient included; SGD does not"
     names, out = {p: n for n, p in model.named_parameters()}, dict(grads or {})
     for group in opt.param_groups:
         for p in group['params'] if {'betas', 'eps'} <= group.keys() else ():
@@ -107,12 +107,12 @@ def as_taken(
 def arrived(
     step:dict, fp32:dict, # name -> step of the scheme, and of FP32
 )->dict: # name -> share of FP32's step that arrives
-    "How much of FP32's step is in the scheme's, layer by layer"
+    "The share of FP32's step that the scheme's step contains, layer by layer"
     return {n: share(step[n], g) for n, g in fp32.items() if n in step and g.any()}
 
 # %% ../nbs/34_advise.ipynb #8ece6adb
 class Shadow:
-    "Weights stored in BF16 that are given FP32's own updates: how far do they get?"
+    "Weights stored in BF16 that receive FP32's updates, to see how far they get"
     def __init__(self,
         model:nn.Module,
         rounding:str, # 'nearest' or 'stochastic'
@@ -123,13 +123,13 @@ class Shadow:
         self.stored = dict(self.start)
 
     def follow(self, model):
-        "After a step of FP32: round the same update in"
+        "After a step of FP32, add the same update and round"
         for n, p in matrices(model).items():
             update, self.last[n] = p.detach() - self.last[n], p.detach().clone()
             self.stored[n] = quantize(self.stored[n] + update, 'bf16', self.rounding)
 
     def arrived(self)->dict: # name -> share of FP32's way that it has gone
-        "How far it got"
+        "How far each stored weight has moved"
         gone = {n: self.stored[n] - w for n, w in self.start.items()}
         return arrived(gone, {n: self.last[n] - w for n, w in self.first.items()})
 
@@ -149,19 +149,20 @@ class Looks:
         self.fp32 = Trial('FP32', t)
 
     def guarded(self, name, do):
-        "Do it, or note why the scheme refuses the net"
+        "Call `do`, or note why the scheme refuses the net"
         try: do()
         except Exception as e: self.refused[name] = f'{type(e).__name__}: {e}'
 
     def settings(self):
-        "Scheme -> the loss scale that it found"
+        "The loss scale that each scheme has found, as text"
         scales = {n: t.scaler.scale.item() for n, t in self.trials.items() if t.scaler}
         return {n: f'loss scale 2^{math.log2(s):.0f}' for n, s in scales.items() if s != 1 and n not in self.refused}
 
     def look(self, model, opt, batch, seed):
-        "All schemes on one batch, from the same weights"
+        "Run all schemes on one batch, from the same weights"
         grads = self.fp32.gradients(model, batch, seed)
-        if grads is None: raise ValueError(f'In FP32 the gradient of step {seed} is not finite: no format is to blame.')
+        if grads is None: raise ValueError(
+            f'In FP32 the gradient of step {seed} is not finite, so the format is not the cause: mend the training.')
         self.sizes += [g.square().mean().sqrt().log2().item() for g in grads.values() if g.any()]
         true = as_taken(grads, opt, model)
         def one(name):
@@ -172,15 +173,15 @@ class Looks:
 
 # %% ../nbs/34_advise.ipynb #2c51b33d
 def watch(
-    model:nn.Module, opt, # are trained
+    model:nn.Module, opt, # both are trained
     loss_func, batches, # as for `advise`
     schemes, # their names
     steps:int, schedule=None, # as for `advise`
 )->Looks: # what was seen
-    "Train in FP32 and look on, at the steps of `PROBES`"
+    "Train in FP32, and run the schemes beside it at the steps of `PROBES`"
     batches, rates = iter(batches), [g['lr'] for g in opt.param_groups]
     first = next(batches, None)
-    if first is None: raise ValueError('There is no batch: the iterable is empty, or has been used up.')
+    if first is None: raise ValueError('There is no batch, since the iterable is empty or used up: give a fresh one.')
     looks = Looks(Training(model, None, loss_func, lambda: iter([first])), schemes)
     for i, batch in zip(range(steps), chain([first], batches)):
         if schedule:
@@ -201,9 +202,9 @@ def remarks(
     if len(losses) >= 20 and first - last < .01*abs(first):
         said.append('In FP32 the loss did not fall either: look at initialization and learning rate first.')
     if max(sizes) - min(sizes) > 20:
-        said.append(f'Gradients of layers lie {max(sizes) - min(sizes):.0f} octaves apart: initialization or '
-                    'normalization is missing, not a scale.')
-    if max(sizes) > 10: said.append(f'Gradients reach 2^{max(sizes):.0f}: is the loss a sum?')
+        said.append(f'Gradients of layers lie {max(sizes) - min(sizes):.0f} octaves apart: no scale mends '
+                    'that, so look at initialization and normalization.')
+    if max(sizes) > 10: said.append(f'Gradients reach 2^{max(sizes):.0f}: the loss may be a sum in place of a mean.')
     states = [(g['eps'], opt.state[p]['exp_avg_sq']) for g in opt.param_groups for p in g['params']
               if 'exp_avg_sq' in opt.state.get(p, {})]
     damped = sum(v.sqrt().median() < eps for eps, v in states)
@@ -212,7 +213,7 @@ def remarks(
 
 @dataclass
 class Advice:
-    "Verdicts on schemes, and what they rest on"
+    "Verdicts on schemes, and the evidence for them"
     verdicts: dict # scheme -> (verdict, why)
     seen: dict # scheme -> what arrived, at each probe
     remarks: list # sentences on the training itself
@@ -225,14 +226,14 @@ class Advice:
         return pd.DataFrame(rows, index=['verdict', 'because', 'setting']).T
 
     def html(self)->str: # a page that needs nothing else
-        "Table, picture and remarks"
+        "Table, picture and remarks as one page"
         picture = figure_html(self.plot(), 'What arrives of each step, scheme by scheme')
         said = ''.join(f'<p>{escape(r)}</p>' for r in self.remarks)
         head = '<!DOCTYPE html><meta charset="utf-8"><title>Will it train?</title>'
         return head + self.table().to_html() + picture + said
 
     def plot(self, ax=None):
-        "Schemes and probes; the colour is the share of the step that arrives in the worst layer"
+        "Draw schemes against probes; the colour is the share of the step that arrives in the worst layer"
         import matplotlib.pyplot as plt
         ax = ax or plt.subplots(figsize=(6, 3.6))[1]
         names = [n for n in self.seen if n not in STORED]
@@ -256,8 +257,8 @@ def advise(
 )->Advice: # model and optimizer are not changed
     "Watch copies train in FP32, and say which schemes will train like it"
     if unknown := set(schemes) - {*STEPS, *STORED}:
-        raise ValueError(f'There is no advice on {", ".join(unknown)}: there is on {", ".join((*STEPS, *STORED))}.')
-    if not matrices(model): raise ValueError('This model has no weight matrix, and nothing else is looked at.')
+        raise ValueError(f'There is no advice on {", ".join(unknown)}: take some of {", ".join((*STEPS, *STORED))}.')
+    if not matrices(model): raise ValueError('This model has no weight matrix, and advice looks at nothing else.')
     model, opt = deepcopy((model, opt))
     with seeded(0): looks = watch(model, opt, loss_func, batches, schemes, steps, schedule)
     verdicts = {n: judge(seen) for n, seen in looks.seen.items() if n not in STORED and n not in looks.refused}

@@ -16,18 +16,19 @@ from .monitor import TensorHooks
 from .scaler import LossScaler
 
 # %% ../nbs/19_als.ipynb #21a50023
-EDGE, THRESHOLD = 2.**13, 1e-7 # where the bins are cut, and the share above it that is too much
+EDGE, THRESHOLD = 2.**13, 1e-7 # the edge from which gradients are large, and the share of them that is too much
 
 def _validate(s):
-    "Refuse what cannot work, each with its value and a remedy"
+    "ValueError for an argument that cannot work"
     valid_number('edge', s.edge, lambda x: x > 0 and torch.tensor(float(x)).half().item() == x,
-                 f'take an FP16 number, such as {EDGE:g}')
+                 f'an edge is a positive FP16 number, so take one such as {EDGE:g}')
     valid_number('threshold', s.threshold, lambda x: 0 <= x <= 1,
-                 f'it is a share of all gradients, take 0 to 1, such as {THRESHOLD:g}')
-    valid_number('factor', s.factor, lambda x: x > 1, 'the scale is multiplied or divided by it, take 2.0')
+                 f'it is a share of all gradients, so take one from 0 to 1, such as {THRESHOLD:g}')
+    valid_number('factor', s.factor, lambda x: x > 1,
+                 'it multiplies or divides the scale, so take a number above 1, such as 2.0')
     valid_steps('period', s.period, 1)
     if not (s.weights or s.activations):
-        raise ValueError('weights=False, activations=False: there is nothing left to look at.')
+        raise ValueError('weights=False and activations=False leave no gradients to count: set one to True.')
 
 # %% ../nbs/19_als.ipynb #21a50024
 class ALSScaler(LossScaler):
@@ -37,8 +38,8 @@ class ALSScaler(LossScaler):
         edge:float=EDGE, # magnitude of a scaled gradient from which it counts as large
         threshold:float=THRESHOLD, # halve if more than this share is large, 0 to 1
         factor:float=2., # by which the scale is multiplied or divided
-        period:int=1, # decide in one step of so many
-        deadband:bool=False, # stay where the next doubling would be taken back
+        period:int=1, # steps from one decision to the next
+        deadband:bool=False, # do not double where the next decision would halve again
         weights:bool=True, # count gradients of weights
         activations:bool=True, # count gradients of activations
         names=None, # modules whose outputs' gradients count, as for `match_names`; None: all
@@ -56,17 +57,17 @@ class ALSScaler(LossScaler):
 
     @property
     def edges(self):
-        "Where is counted: the edge, and with a deadband where a doubling would reach it"
+        "The edges for counting: `edge`, and with a deadband `edge`/`factor`, from where a doubling would reach it"
         return (self.edge, self.edge/self.factor) if self.deadband else (self.edge,)
 
     @property
     def wants(self):
-        "Statistics of weights' gradients; what `watch` counts is added"
+        "The statistics of weights' gradients; those that `watch` counts are added to them"
         always = 'found_inf', ('amax', 'loss')
         return (*always, 'numel', *(('above', e) for e in self.edges)) if self.weights else always
 
     def next_scale(self, stats):
-        "Halve or double; what is not finite halves at once, whatever the period; a loss of zero says nothing"
+        "Halve or double; a non-finite gradient halves at once, whatever the period; at a loss of zero nothing doubles"
         decide, bad = self.step_in_period == 0, stats['found_inf'] != 0
         large, *near_edge = [stats['above', e] > self.threshold*stats['numel'] for e in self.edges]
         up = self.scale*self.factor
@@ -81,7 +82,7 @@ class ALSScaler(LossScaler):
 class ALSWatch:
     "Counts the gradients of activations, and clips infinite ones where the scaler saturates"
     def __init__(self,
-        scaler:ALSScaler, # for which it counts
+        scaler:ALSScaler, # the policy that it counts for
         model:nn.Module, # in training
     ):
         self.scaler = scaler
@@ -90,16 +91,16 @@ class ALSWatch:
         self.reset()
 
     def reset(self):
-        "Forget what was counted: a step begins"
+        "Forget what was counted, since a step begins"
         self.numel, self.counts = 0, [[torch.zeros(())]*len(self.scaler.edges)]
 
     def see(self, name, kind, g):
-        "Count one gradient: nothing is read, nothing of it is kept"
+        "Count one gradient on the device, without keeping it"
         if kind == 'activation_grad' and self.scaler.activations: self.count(g)
         if self.scaler.saturate: return g.clamp(-fp16.max, fp16.max)
 
     def count(self, g):
-        "How many are not below each edge: NaN is not"
+        "Count the entries that are not below each edge, NaN included"
         if g.dtype != torch.float16 or not g.numel(): return
         size = g.detach().abs()
         below = [torch.lt(size, e, out=torch.empty_like(size)) for e in self.scaler.edges]
@@ -115,7 +116,7 @@ class ALSWatch:
         return dict(numel=torch.tensor(float(self.numel), device=home)) | found
 
     def remove(self):
-        "Take the hooks out"
+        "Remove the hooks"
         for h in self.hooks: h.remove()
 
 # %% ../nbs/19_als.ipynb #21a50032
@@ -123,7 +124,7 @@ class ALSWatch:
 def watch(self:ALSScaler,
     model:nn.Module, # in training
 ): # ALSWatch, or None where only weights count
-    "Hook into the outputs of modules; ValueError where nothing has the names or types"
+    "Hook into the outputs of modules; ValueError if no module has the names or types"
     if not (self.activations or self.saturate): return
-    if model is None: raise ValueError(f'{self!r} watches the model: give it.')
+    if model is None: raise ValueError(f'{self!r} watches the model, and none was given: pass model=.')
     return ALSWatch(self, model)

@@ -42,7 +42,7 @@ def tensor_dls(
     bs:int=64, # batch size
     device='cpu', # where batches go
 )->DataLoaders:
-    "fastai DataLoaders over tensors; what is left over of the training part is dropped"
+    "fastai DataLoaders over tensors; an incomplete last batch of the training part is dropped"
     dsets = TensorPairs(*train), TensorPairs(*valid)
     return DataLoaders.from_dsets(*dsets, bs=bs, device=torch.device(device), num_workers=0)
 
@@ -60,16 +60,16 @@ def quiet_fit(
     return learn
 
 # %% ../nbs/12_callback.ipynb #d14da779
-def autocast_depth()->int: # how many are entered
-    "Contexts of torch.autocast that are open"
+def autocast_depth()->int: # 0 outside of all
+    "How many contexts of torch.autocast are open"
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
 @contextmanager
 def preserve_modes(
-    kind:str, # a type of device
+    kind:str, # type of the device: 'cpu', 'cuda' …
 ): # a context
-    "Afterwards autocast, no_grad and modes are as they were, even where Ctrl-C came while one was entered or left"
+    "Restore autocast, no_grad and modes at the end, even if Ctrl-C came while one was being entered or left"
     was, dtype, depth = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), autocast_depth()
     recording, modes = torch.is_grad_enabled(), len(_get_current_dispatch_mode_stack())
     try: yield
@@ -94,14 +94,14 @@ def run_in(
 def is_training(
     learn:Learner, # which runs
 )->bool:
-    "Is this a fit, and neither a validation, for which fastai locks the Learner, nor an lr_find?"
+    "Is this a fit, and not a validation (for which fastai locks the Learner) or an lr_find?"
     return not learn.lock.locked() and not hasattr(learn, 'lr_finder')
 
 # %% ../nbs/12_callback.ipynb #12c4ed01
 class ContextCB(Callback):
     "Runs methods of its Learner within contexts, from when it is added until it is removed"
     def contexts(self)->dict: # {name of a Learner's method: function that makes a context manager}
-        "A subclass says which"
+        "The methods and their contexts; a subclass defines them"
         return {}
 
     @property
@@ -113,7 +113,7 @@ class ContextCB(Callback):
     def learn(self, new):
         old = self.learn
         if new is not None and (old is not None or self.contexts().keys() & vars(new).keys()):
-            raise ValueError(f'One {self} for one Learner: first remove the other, with remove_cb.')
+            raise ValueError(f'One {self} and one Learner belong together: first remove the other, with remove_cb.')
         for method, context in self.contexts().items():
             if old is not None: vars(old).pop(method, None)
             if new is not None: vars(new)[method] = partial(run_in, context, new, method)
@@ -128,7 +128,7 @@ class HalfPrecisionCB(ContextCB):
         compute=None, # context of both passes; None: `fast_half` on a CPU, torch's kernels elsewhere
     ):
         if not (compute is None or callable(compute)):
-            raise ValueError(f'compute={compute!r} makes no context: take fast_half, nullcontext or None.')
+            raise ValueError(f'compute={compute!r} cannot make a context: take fast_half, nullcontext or None.')
         self.dtype, self.compute = half_dtype(dtype), compute
 
     def contexts(self):
@@ -137,12 +137,12 @@ class HalfPrecisionCB(ContextCB):
 
     @contextmanager
     def one_fit(self):
-        "A subclass watches from here, and cleans up"
+        "The context of a fit, in which a subclass can watch and clean up"
         yield
 
     @contextmanager
     def one_batch(self):
-        "Half precision until `after_backward`, and FP32 again, whatever happens"
+        "Half precision until `after_backward`, then FP32 again, also after an exception"
         kind = next(self.learn.model.parameters()).device.type
         with ExitStack() as self.open, ExitStack() as self.casting:
             self.open.enter_context(half_compute(kind, self.compute))
@@ -150,17 +150,17 @@ class HalfPrecisionCB(ContextCB):
             yield
 
     def after_pred(self):
-        "The loss is computed in FP32"
+        "Cast the predictions, so that the loss is computed in FP32"
         self.casting.close()
         self.learn.pred = cast_floats(self.learn.pred, torch.float32)
 
     def after_backward(self):
-        "The optimizer, and everybody after it, sees FP32"
+        "Leave half precision, so that the optimizer and later callbacks see FP32"
         self.open.close()
 
 # %% ../nbs/12_callback.ipynb #25b8f484
 class StepHistory:
-    "Scale and outcome of every step, kept on the device until somebody looks, or for a thousand steps"
+    "Scale and outcome of every step, kept on the device until they are read, or for a thousand steps"
     def __init__(self): self.old, self.rows = torch.empty(0, 2), []
     def __len__(self): return len(self.old) + len(self.rows)
 
@@ -171,7 +171,7 @@ class StepHistory:
 
     @property
     def table(self)->Tensor: # (steps, 2)
-        "Both of each step, on the CPU"
+        "The scale and `found_inf` of each step, on the CPU"
         return torch.cat([self.old, torch.stack(self.rows).cpu()]) if self.rows else self.old
 
     @property
@@ -199,7 +199,7 @@ class MixedPrecisionCB(HalfPrecisionCB):
 
     @contextmanager
     def one_fit(self):
-        "Watch the model if the policy does; a fit that ends, however it ends, leaves no trace"
+        "Let the policy watch the model, and clean up at the end of the fit, also after an exception"
         learn, finding = self.learn, hasattr(self.learn, 'lr_finder') # lr_find is a fit, too
         before = deepcopy((self.scaler.state_dict(), self.history)) if finding else None
         refuse_fastais(learn)
@@ -216,11 +216,11 @@ class MixedPrecisionCB(HalfPrecisionCB):
                 self.scaler.load_state_dict(before[0])
 
     def before_batch(self):
-        "What this step's forward passes write into buffers goes back if it is skipped"
+        "Keep the buffers, so that a skipped step can restore what its forward passes wrote into them"
         if self.learn.training: self.stats.buffers.keep()
 
     def before_backward(self):
-        "Only the loss that is differentiated is scaled"
+        "Scale the loss that is differentiated, and leave the one that is shown"
         loss = self.learn.loss_grad.as_subclass(Tensor)
         if self.stats.number < 0:                            # the first batch
             refuse_log_of_half(loss)
@@ -235,7 +235,7 @@ class MixedPrecisionCB(HalfPrecisionCB):
         self.hooked = []
 
     def before_step(self):
-        "Unscale, look, decide"
+        "Unscale the gradients, check them, and step or skip"
         opt = self.learn.opt
         named = self.stats.gradients(opt)
         alone = deciding_ranks(self.group, self.learn.model) is None
@@ -248,16 +248,16 @@ class MixedPrecisionCB(HalfPrecisionCB):
         if not may_step: raise CancelStepException
 
     def after_step(self):
-        "The flag on the optimizer was for one step"
+        "Take the flag off the optimizer, since it was for one step"
         self.open.close()
 
 # %% ../nbs/12_callback.ipynb #91906328
 def refuse_fastais(
     learn:Learner, # that is to be trained
 ):
-    "ValueError where fastai's own mixed precision is there too"
+    "ValueError if the Learner has fastai's mixed precision, too"
     theirs = [c for c in learn.cbs if isinstance(c, (MixedPrecision, NonNativeMixedPrecision))]
-    if theirs: raise ValueError(f'{theirs[0]} casts and scales, too: remove it, with remove_cb.')
+    if theirs: raise ValueError(f'{theirs[0]} casts and scales a second time: remove it, with remove_cb.')
 
 @patch
 def to_mixed(self:Learner,

@@ -46,15 +46,15 @@ def train_patient(
 # %% ../nbs/35_cases.ipynb #c31a0051
 def lost_by(
     r, healthy, # records of one seed
-)->float: # 0: as FP32 without the fault; 1: nothing learnt; NaN: no number
-    "How much is lost of what a healthy training learnt?"
+)->float: # 0: as FP32 without the fault; 1: nothing learnt; NaN: the score is not a number
+    "The share of what a healthy training learnt that is lost"
     return lost_share(r.score, r.before, healthy.score)
 
 # %% ../nbs/35_cases.ipynb #c31a0019
 def log_evidence(
     r, # a record
 )->dict: # name -> number
-    "What the log says"
+    "Four numbers from the log"
     log = pd.DataFrame(dict(scale=math.nan, skipped=0.) | dict(r.log), index=r.log.index)
     fell = 1 - log.loss.tail(20).mean()/log.loss.head(20).mean()
     return dict(fell=fell, skipped=log.skipped.sum(), burst=log.skipped.rolling(16).sum().max(),
@@ -65,7 +65,7 @@ def log_evidence(
 def tensor_evidence(
     r, # a record
 )->dict: # name -> number
-    "What the tensors say at the end"
+    "Three numbers from the tensors at the end"
     coarse, still, buffers = 1., 0., 0
     for n, p in matrices(r.model).items():
         coarse = min(coarse, (p == p.bfloat16()).float().mean().item())
@@ -77,7 +77,7 @@ def tensor_evidence(
 def loss_and_gradients(
     step:Callable, model:nn.Module, batch:tuple, loss_func:Callable, # as for `fit`; the model is not changed
 )->tuple: # the loss, and name -> gradient of each weight matrix; of none if the step is skipped
-    "What a step makes of a batch"
+    "The loss and the gradients that a step computes from a batch"
     twin, grads = deepcopy(model), {}
     opt = torch.optim.SGD(twin.parameters(), lr=0.)
     opt.register_step_pre_hook(lambda *_: grads.update((n, p.grad.float()) for n, p in matrices(twin).items()))
@@ -87,7 +87,7 @@ def loss_and_gradients(
 def batch_evidence(
     r, # a record
 )->dict: # name -> number
-    "What single batches say, run again from the first weights"
+    "Four numbers from single batches, run again from the first weights"
     behind = 0
     for batch in reversed(r.batches[:40]):                  # the first one last: it is asked on below
         loss, grads = loss_and_gradients(plain_step, r.plain, batch, r.loss_func)
@@ -105,7 +105,7 @@ def evidence(
     return log_evidence(r) | tensor_evidence(r) | batch_evidence(r)
 
 # %% ../nbs/35_cases.ipynb #c31a0020
-GUESS = {'FP32': True, 'BF16': True, 'measured': False, 'start 2^24': False} # without a look: does it cure?
+GUESS = {'FP32': True, 'BF16': True, 'measured': False, 'start 2^24': False} # a guess without a look: does it cure?
 REMEDIES = tuple(GUESS)                                     # what people try first
 CAUSES = {
     'buffers': 'a skipped step has left its traces in buffers',
@@ -130,7 +130,7 @@ CURES = {
 def outcomes(
     table, # the study `sick_trainings`
 )->dict: # name -> {remedy: True, False, or None where seeds differ}
-    "What cures what, in all seeds"
+    "Which remedy cures which case, in all seeds"
     found = {}
     for row in table.rows:
         name, remedy = row.split(': ')
@@ -148,7 +148,7 @@ def solutions(
 
 # %% ../nbs/35_cases.ipynb #c31a0022
 class Case:
-    "A training that has failed, as you meet it: three runs are left, and one answer"
+    "A failed training to diagnose, with three more runs and one answer"
     def __init__(self,
         table, # the study `sick_trainings`
         name:str, # a letter
@@ -162,10 +162,11 @@ class Case:
     def run(self,
         remedy:str, # one of `REMEDIES`; after the answer also 'own', the cure that fits
     ): # a record; its `score` is the loss on new data
-        "One of three runs, the last one after the answer; ValueError for any other"
+        "Run a remedy: three runs in all, at most two of them before the answer; ValueError for any other"
         validate_choice(remedy, (*REMEDIES, 'own'), 'remedy')
-        if len(self.runs) == 3: raise ValueError('All three runs are spent.')
-        if not self.points and (len(self.runs) == 2 or remedy == 'own'): raise ValueError('Answer before this run.')
+        if len(self.runs) == 3: raise ValueError('All three runs are used up: read the solution.')
+        if not self.points and (len(self.runs) == 2 or remedy == 'own'):
+            raise ValueError('This run comes after the answer: call answer first.')
         self.runs.append(remedy)
         return train_patient(self.patient, remedy, self.seed)
 
@@ -173,8 +174,8 @@ class Case:
         cause:str, # one of `CAUSES`
         cure:str, # one of `CURES`
         cures:dict, # remedy -> would it cure? For all `REMEDIES` that were not run
-    )->dict: # are 'cause' and 'cure' right, how many 'predictions', and of `GUESS`, of those 'asked'
-        "Answer, once; ValueError for what is no answer"
+    )->dict: # are 'cause' and 'cure' right? How many of those 'asked' did 'predictions' and `GUESS` get right?
+        "Give the one answer; ValueError for a second or incomplete one"
         validate_choice(cause, CAUSES, 'cause')
         validate_choice(cure, CURES, 'cure')
         unseen = [r for r in REMEDIES if r not in self.runs]
@@ -190,7 +191,7 @@ class Case:
         reveal:bool=False, # before the answer, too
     )->pd.Series: # cause, cure, what each remedy does, and why
         "The solution, once there is an answer; ValueError before"
-        if not (self.points or reveal): raise ValueError('Answer first, or ask with reveal=True.')
+        if not (self.points or reveal): raise ValueError('There is no answer yet: give one, or ask with reveal=True.')
         return solutions(self.table).loc[self.name]
 
 def score(

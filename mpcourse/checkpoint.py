@@ -36,9 +36,9 @@ except ImportError: # a plain loop needs no fastai
 
 # %% ../nbs/86_checkpoint.ipynb #94551c98
 def random_states(
-    *more, # generators as Python's `random.Random`, beside the four kinds
+    *more, # generators like Python's `random.Random`, besides the four kinds
 )->dict: # of all generators that a training may draw from
-    "Where random numbers are"
+    "The states of all random generators"
     out = dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state())
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         out['cuda'] = torch.cuda.get_rng_state_all()
@@ -48,7 +48,7 @@ def set_random_states(
     states:dict, # from `random_states`
     *more, # likewise
 ):
-    "Go on drawing from there"
+    "Put all random generators back into these states"
     random.setstate(states['python'])
     np.random.set_state(states['numpy'])
     torch.set_rng_state(states['torch'])
@@ -68,7 +68,7 @@ def _kind(t): return None if t.dim() or t.is_inference() else (t.dtype, t.device
 
 @torch.no_grad()
 def _pack(x):
-    "A history as one tensor, where it can be one; if it has only grown, its beginning is packed already"
+    "A history as one tensor, or None where it cannot be; if it has only grown, only its new part is packed"
     now, (before, version, packed) = [*x], _packed.pop(id(x), ([], 0, None))
     with torch._C.DisableTorchFunctionSubclass(): # fastai's losses would be asked one by one
         grown = len(before) <= len(now) and all(map(is_, before, now)) and _versions(before) == version
@@ -83,7 +83,7 @@ def _pack(x):
     return packed
 
 def _plain_list(x, name):
-    "A list; floats, or tensors of one shape, as one tensor: there may be one a step"
+    "A list; floats, or tensors of one shape, become one tensor, since there may be one for each step"
     types = {*map(type, x)}
     if types and types <= {float, np.float64}:
         return {KIND: 'floats', 'of': torch.tensor([*x], dtype=torch.float64)}
@@ -99,7 +99,7 @@ def plain(
     x, # in lists, dicts, tuples, sets and deques of any depth
     name:str='it', # for the error
 ): # the same for `from_plain`
-    "What `weights_only` reads; TypeError that names what it does not"
+    "x in types that torch.load reads with `weights_only`; TypeError that names any other"
     if type(x) in READABLE: return x
     if isinstance(x, np.generic): return x.item()
     if isinstance(x, np.ndarray): return {KIND: 'array', 'of': torch.from_numpy(x.copy())}
@@ -107,12 +107,12 @@ def plain(
     if isinstance(x, dict): return {plain(k, name): plain(v, f'{name}.{k}') for k, v in x.items()}
     if type(x) in (tuple, set): return type(x)(plain(y, name) for y in x)
     if isinstance(x, (list, L, deque)): return _plain_list(x, name)
-    raise TypeError(f'{name} could not be read back without running code, and is not saved: {x!r}')
+    raise TypeError(f'{name} is {x!r}, which only running code could read back: save numbers or tensors.')
 
 def from_plain(
     x, # from `plain`
-): # lists and arrays again; a deque is a list
-    "The way back"
+): # lists and arrays again; a deque comes back as a list
+    "Undo `plain`"
     if isinstance(x, (list, tuple)): return type(x)(map(from_plain, x))
     if not isinstance(x, dict): return x
     if KIND in x: return BACK[x[KIND]](x['of'])
@@ -124,7 +124,7 @@ fcntl = import_module('fcntl') if os.name == 'posix' else None # Windows has no 
 def validate_path(
     path:Path, # of a file that is to be written
 ):
-    "OSError where no file can be: a folder, or a place without one"
+    "OSError where no file can be written: the path is a folder, or its folder does not exist"
     if path.is_dir(): raise IsADirectoryError(
         f'{path} is a folder, and a training state is a file: give the name of a file in it, as {path/"run.ckpt"}.')
     if not path.parent.is_dir(): raise FileNotFoundError(
@@ -133,7 +133,7 @@ def validate_path(
 def locked(
     path:Path, # of a file; it is made if it is not there
 ): # the open file
-    "A file that no other process writes as long as it is open; BlockingIOError where one does"
+    "Open a file that no other process may write meanwhile; BlockingIOError if one does already"
     f, busy = open(path, 'ab'), f'Another process has {path}: wait until it ends, or give another path.'
     if fcntl is None: return f
     try: fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB) # of the process, workers do not inherit it
@@ -147,7 +147,7 @@ def write_whole(
     path:Path, # where the file is to be
     doc:dict, # what is to be in it
 ):
-    "Write beside it, force it to the disk, rename: at any moment the old file is there, or the new one"
+    "Write another file, force it to the disk and rename it, so that at any moment the old or the new one is whole"
     validate_path(path)
     new = path.with_name(f'{path.name}.tmp')
     with locked(new) as f:
@@ -161,13 +161,13 @@ def write_whole(
         except (OSError, RuntimeError) as e:
             new.unlink(missing_ok=True)
             why = e.__context__ or e # torch's own error names no cause
-            raise OSError(f'{path} was not written, and an older file is as it was: {why}') from e
+            raise OSError(f'{path} was not written, and an older file is unchanged: {why}') from e
 
 # %% ../nbs/86_checkpoint.ipynb #e5ca57d0
 def _like(t): return f'{t.dtype} {tuple(t.shape)}' if isinstance(t, Tensor) else type(t).__name__
 
 def _about(model, opt, scaler):
-    "What must be the same where a training goes on: shapes, dtypes, the optimizer's kind"
+    "What must be the same when a training continues: shapes, dtypes, the optimizer's kind"
     for x in (model, opt, scaler):
         if x is None and x is scaler or hasattr(x, 'load_state_dict'): continue
         raise TypeError(f'{x!r} has no state: give the model, the optimizer and the scaler that train.')
@@ -192,13 +192,13 @@ def _bare(model):
 FORMAT = 'mpcourse training state 4'
 
 def save_training_state(
-    path, # of the file; its folder must exist; if it is a link, where that leads
+    path, # of the file, in a folder that exists; of a link, the file that it leads to is written
     model:nn.Module, # also inside DistributedDataParallel or torch.compile
     opt, # torch's or fastai's, on the model's parameters or on masters
     scaler=None, # a loss scaler, or anything else with state_dict and load_state_dict
     **extra, # what only the loop knows: epoch, batch, order of the samples, a schedule's state …
 )->Path: # the file
-    "Write all that a training needs to go on bit for bit; call it between two steps"
+    "Write all that a training needs to continue bit for bit; call it between two steps"
     model, opt = _bare(model), inner_optimizer(opt)
     about = _about(model, opt, scaler)
     weights = model.state_dict()
@@ -213,7 +213,7 @@ def read_training_state(
     path:Path, # of the file
 )->dict: # what is in it
     "The file's content; ValueError if it is cut off, damaged, or another kind of file"
-    if not path.is_file(): raise FileNotFoundError(f'There is no training state {path}.')
+    if not path.is_file(): raise FileNotFoundError(f'There is no file {path}: give the path of a training state.')
     device = None if torch.cuda.is_available() else 'cpu' # None: where each tensor was
     try:
         with zipfile.ZipFile(path) as z: bad = z.testzip() # torch writes checksums and ignores them
@@ -222,8 +222,8 @@ def read_training_state(
         doc['model'].update(from_plain(doc['model']))
         return dict(model=doc['model'], **from_plain(doc['rest']))
     except Exception as e:
-        raise ValueError(f'{path} is cut off, damaged, or no training state of this version: '
-                         f'{type(e).__name__}, {e}. Nothing was loaded: give another path.') from e
+        raise ValueError(f'{path} is cut off, damaged, or not a training state of this version '
+                         f'({type(e).__name__}: {e}). Nothing was loaded: give another path.') from e
 
 # %% ../nbs/86_checkpoint.ipynb #32e64301
 def load_training_state(
@@ -232,15 +232,15 @@ def load_training_state(
     opt, # likewise; on masters if it was on masters
     scaler=None, # likewise
 )->dict: # the **extra of the call that saved it
-    "Fill model, optimizer, scaler and random numbers from a file; or ValueError, and nothing changed"
+    "Restore model, optimizer, scaler and random numbers from a file; after a ValueError nothing has changed"
     path, model, opt = Path(path), _bare(model), inner_optimizer(opt)
     here, doc = _about(model, opt, scaler), read_training_state(path)
     about, state = doc['about'], doc['scaler']
     wrong = [f'{k} was {about.get(k)} and is {here.get(k)}' for k in about | here
              if about.get(k) != here.get(k)]
     if scaler is None and state is not None: wrong.append('it has a scaler, and none was given')
-    if wrong: raise ValueError(f'{path} does not fit: {wrong[0]}. Nothing was loaded: build all as '
-                               'it was when the file was written.')
+    if wrong: raise ValueError(f'{path} does not fit: {wrong[0]}. Nothing was loaded: build all '
+                               'parts as they were when the file was written.')
     if state is not None: scaler.load_state_dict(state)              # this one may still refuse
     elif scaler is not None: warn_user(f'{path} has no scaler: {scaler} stays as it is.')
     opt.load_state_dict(doc['opt'])
@@ -253,7 +253,7 @@ def load_training_state(
 def remembered(
     obj, # a callback or a metric
 )->dict: # name of an attribute -> its value
-    "What it counts, sums or remembers, also in lists, dicts, deques and arrays"
+    "Its attributes that can be saved: numbers, strings, tensors, and lists, dicts, deques and arrays of them"
     out = {}
     for k, v in vars(obj).items():
         with suppress(TypeError): out[k] = plain(v)
@@ -263,7 +263,7 @@ def remember(
     obj, # a callback or a metric
     kept:dict, # from `remembered`
 ):
-    "Put it back; lists and dicts stay the same objects, and of their kind"
+    "Put the attributes back; lists, dicts, sets and deques stay the same objects"
     for k, new in kept.items():
         old = vars(obj).get(k)
         if isinstance(new, (list, dict, set)) and hasattr(old, 'clear'):
@@ -277,7 +277,7 @@ def _scaler(learn): return next((cb.scaler for cb in learn.cbs if isinstance(cb,
 def rememberers(
     learn:Learner, # in a fit
 )->dict: # name of a class -> its objects
-    "Callbacks, metrics that sum while it trains, the history of steps"
+    "The objects that have something to remember: callbacks, metrics of the training part, histories of steps"
     out, recorder = defaultdict(list), learn.recorder
     metrics = [recorder.smooth_loss, *(learn.metrics if recorder.train_metrics else [])]
     histories = [cb.history for cb in learn.cbs if isinstance(cb, MixedPrecisionCB)]
@@ -291,7 +291,7 @@ COUNTED = ('epoch', 'iter', 'train_iter', 'pct_train', 'smooth_loss', 'final_rec
 def fit_state(
     learn:Learner, # in a fit
 )->dict: # for a file
-    "What a fit has beside model, optimizer and scaler"
+    "What a fit has to remember besides model, optimizer and scaler"
     out = {n: v for n, v in vars(learn).items() if n in COUNTED}
     out['grads'] = [n for n, p in learn.model.named_parameters() if p.grad is not None]
     out['remembered'] = {n: [*map(remembered, them)] for n, them in rememberers(learn).items()}
@@ -302,7 +302,7 @@ def set_fit_state(
     learn:Learner, # in a fit
     state:dict, # from `fit_state`
 ):
-    "Go on from there"
+    "Put back what `fit_state` returned"
     vars(learn).update({n: state[n] for n in COUNTED if n in state})
     for n, p in learn.model.named_parameters():
         p.grad = torch.zeros_like(p) if n in state['grads'] else None
@@ -317,7 +317,7 @@ def rest_of_epoch(
     done:int, # batches that were trained on
     restore, # called before the next batch is drawn
 ):
-    "Draw the batches that are done, and train on the others"
+    "Draw the batches that are done without training on them, and train on the others"
     del vars(learn)['all_batches']
     learn.n_iter, batches = len(learn.dl), iter(learn.dl)
     for _ in range(done): next(batches)
@@ -330,7 +330,7 @@ def _several(): return dist.is_available() and dist.is_initialized() and dist.ge
 def rank_file(
     path:Path, # the same on all ranks
 )->Path: # this rank's
-    "Each rank has its own file: its random numbers and its data are its own"
+    "The file of this rank; each rank has one, since its random numbers and its data differ"
     return path.with_stem(f'{path.stem}.rank{dist.get_rank()}') if _several() else path
 
 def _next(file): return file.with_name(f'{file.name}.next')
@@ -340,7 +340,7 @@ def choose_common_step(
     file:Path, # of this rank
     group=None, # of ranks that train one model; None: all
 ):
-    "After a kill between two renames: all ranks take the newest step that each of them has"
+    "Let all ranks take the newest step that each of them has, after a kill between two renames"
     mine, everybodys = {}, [None]*dist.get_world_size(group)
     for f in (file, _next(file)):
         extra = read_training_state(f)['extra'] if f.exists() else {}
@@ -349,17 +349,17 @@ def choose_common_step(
     common = set.intersection(*map(set, everybodys))
     if common: os.replace(mine[max(common)], file)
     elif any(everybodys):
-        raise ValueError(f'The ranks have files of other steps, {everybodys}: remove {file}, and '
-                         "the others', or give another path. Nothing was loaded.")
+        raise ValueError(f'The files of the ranks have no step in common, {everybodys}. Nothing was loaded: '
+                         f'remove {file} and those of the others, or give another path.')
     _next(file).unlink(missing_ok=True)
 
 # %% ../nbs/86_checkpoint.ipynb #c13a0044
 def save_fit(
     file:Path, # of this rank
     learn:Learner, # between two steps, or at the end
-    **more, # what else goes on
+    **more, # what else is saved
 ):
-    "Write a checkpoint, on all ranks; none gives up its old file before all have written their new ones"
+    "Write a checkpoint on all ranks; none replaces its old file before all have written their new ones"
     new = _next(file) if _several() else file
     save_training_state(new, learn.model, learn.opt, _scaler(learn), **fit_state(learn), **more)
     if new == file: return
@@ -371,15 +371,15 @@ def fit_file(
     path:Path, # of this rank's first fit
     n:int, # how many fits came before
 )->Path: # of this one
-    "Each fit of a script has its own file"
+    "The file of this fit; each fit of a script has one"
     return path.with_stem(f'{path.stem}.fit{n + 1}') if n else path
 
 def pass_over(
     learn:Learner, # at the start of a fit that is complete
     state:dict, # its final one
-    mine:Callback, # the only one that is called
+    mine:Callback, # the only callback that is called
 ):
-    "Everything is as it was at the end; nobody else is called"
+    "Skip a complete fit: restore its end, and call no other callback"
     learn.model.to(getattr(learn.dls, 'device', None)).eval()
     set_fit_state(learn, state)
     set_random_states(state['order'], *_own(learn))
@@ -393,7 +393,7 @@ _locks, _fits, _open = {}, Counter(), set() # by process and path: its lock; how
 def claim(
     path:Path, # of this rank's first fit
 )->tuple: # the process and the path
-    "From now on only this process writes there; OSError if another one does, or if no file can be there"
+    "Let only this process write there; OSError if another one does, or if no file can be written there"
     key = os.getpid(), path
     validate_path(path)
     if key not in _locks: _locks[key] = locked(path.with_name(f'{path.name}.lock'))
@@ -401,20 +401,20 @@ def claim(
 
 # %% ../nbs/86_checkpoint.ipynb #ace2ddea
 class CheckpointCB(Callback):
-    "Save the whole training every so often; the same script, run again, goes on bit for bit"
+    "Save the whole training at intervals; the same script, run again, continues bit for bit"
     order = -100 # first; after everything that counts or schedules when it trains
     def __init__(self,
-        path:str|Path, # the file of the first fit; with ranks one each
+        path:str|Path, # the file of the first fit; each rank adds its number to the name
         every:int=100, # batches between checkpoints; an accumulation is completed first
         resume:bool=True, # go on from the files if there are any
     ):
         if type(every) is not int or every < 1:
-            raise ValueError(f'A checkpoint every {every} steps cannot be: give a number from 1.')
+            raise ValueError(f'every={every!r} is not a number of batches: give a whole number from 1.')
         self.path, self.every, self.resume = Path(path).resolve(), every, resume
         self.saved, self.disabled_cbs = None, []
 
     def before_fit(self):
-        "Is there something to go on from?"
+        "Continue from a file, if there is one"
         if not is_training(self.learn): return
         self.place, self.saved, self.last = claim(rank_file(self.path)), None, 0
         (_, path), n, learn = self.place, _fits[self.place], self.learn
@@ -437,7 +437,7 @@ class CheckpointCB(Callback):
         fit_file(path, n + 1).unlink(missing_ok=True) # of an earlier life
 
     def before_epoch(self):
-        "Pass over complete epochs; nobody else is called in them"
+        "Skip complete epochs; no other callback is called in them"
         if self.saved is None or not is_training(self.learn): return
         if self.learn.epoch == self.saved['epoch']:
             rest = partial(rest_of_epoch, self.learn, self.saved['iter'] + 1, self.restore)
@@ -448,42 +448,42 @@ class CheckpointCB(Callback):
             raise CancelEpochException
 
     def after_epoch(self):
-        "The others are called again"
+        "Let the other callbacks be called again"
         for cb in self.disabled_cbs: cb.run = True
         self.disabled_cbs = []
 
     def before_train(self):
-        "Remember from which states this epoch's order is drawn"
+        "Remember the random states from which this epoch's order is drawn"
         if self.saved: set_random_states(self.saved['order'], *_own(self.learn))
         self.order_now = random_states(*_own(self.learn))
 
     def restore(self):
-        "All is as it was when the checkpoint was written"
+        "Restore what the checkpoint holds"
         learn, self.saved = self.learn, None
         set_fit_state(learn, load_training_state(self.file, learn.model, learn.opt, _scaler(learn)))
         self.last = self.learn.train_iter
 
     def before_batch(self):
-        "Is it a whole step? Not within an accumulation"
+        "Note that the step is not complete, which it stays within an accumulation"
         self.step_done = False
 
     def after_step(self):
-        "It is"
+        "Note that the step is complete"
         self.step_done = True
 
     def after_batch(self):
-        "Save, after whole steps"
+        "Save after a complete step, if a checkpoint is due"
         due = self.learn.train_iter//self.every > self.last//self.every
         if not (self.learn.training and self.step_done and due and is_training(self.learn)): return
         save_fit(self.file, self.learn, arguments=self.arguments, order=self.order_now, done=False)
         self.last = self.learn.train_iter
 
     def after_fit(self):
-        "Keep the final state"
+        "Save the final state"
         if not is_training(self.learn): return
         _fits[self.place] += 1
         _open.discard(self.place)
-        if self.saved: warn_user(f'{self.file} holds the end of this fit, which is passed over: '
-                                'remove it to train anew.')
+        if self.saved: warn_user(f'{self.file} holds the end of this fit, which is skipped: '
+                                'remove the file to train again.')
         else: save_fit(self.file, self.learn, arguments=self.arguments,
                        order=random_states(*_own(self.learn)), done=True)

@@ -24,18 +24,18 @@ def doctor_command(
 
 # %% ../nbs/92_cli.ipynb #40cfa904
 class RequestError(ValueError):
-    "Something was asked for that cannot be"
+    "A request that cannot be met"
 
 def names_in(
     s: str|None, # 'torch, megatron', or nothing
 ): # a list of names, or None
-    "Names with commas between them"
+    "The names in a text with commas"
     return [n.strip() for n in s.split(',')] if s else None
 
 def storm_from(
     args: argparse.Namespace, # storm, bad, before, after, rate, steps, seed, factor
 ): # a Trace
-    "The storm that was asked for: made, written down, or recorded"
+    "The trace that was asked for: made, typed as 0 and 1, or read from a file"
     from mpcourse.formats import parse_number
     from mpcourse.simulator import hard_batches, load_trace, random_storm, from_bits
     factor = parse_number(args.factor)
@@ -50,7 +50,7 @@ def storm_from(
 def plot_file(
     out: str, # the file to write; a PNG if it has no suffix
 ) -> Path: # the file
-    "Where a plot can be written, or a RequestError, before anything is computed"
+    "The file for a plot; RequestError, before anything is computed, if it cannot be written"
     from matplotlib.backend_bases import FigureCanvasBase
     path, known, why = Path(out), FigureCanvasBase.filetypes, None
     if path.is_dir(): why = 'it is a folder'
@@ -64,7 +64,7 @@ def draw(
     flight, # from `replay`
     path: Path, # the file to write
 ) -> Path: # the same
-    "Plot a flight into a file; RequestError if that cannot be written"
+    "Plot a result into a file; RequestError if that cannot be written"
     import matplotlib.pyplot as plt
     from mpcourse.plots import use_style
     from mpcourse.simulator import plot_result
@@ -80,10 +80,10 @@ def draw(
 def asked_policies(
     names: list|None, # of policies; None: all published ones
 ) -> dict: # name -> a name or a scaler
-    "Who flies: published rules, scalers, and automatic loss scaling, which sees weights' gradients only here"
+    "The policies that were asked for; automatic loss scaling sees only the gradients of weights here"
     from mpcourse.simulator import named_policies
     flying = named_policies(names)
-    if 'als' in flying:                     # here: it needs fastai
+    if 'als' in flying:                     # `get_policy` does not know it
         from mpcourse.als import ALSScaler
         flying['als'] = ALSScaler(activations=False)
     return flying
@@ -91,7 +91,7 @@ def asked_policies(
 def replay_command(
     args: argparse.Namespace, # policies, start, out, and what `storm_from` reads
 ) -> int: # 0
-    "Fly loss scalers through a storm, print what became of them, and draw it"
+    "Replay bad batches under several loss scalers, print what each one did, and plot it"
     from mpcourse.formats import parse_number
     from mpcourse.simulator import replay
     try:
@@ -116,20 +116,20 @@ def training_from(
     script, _, name = what.rpartition(':')
     if not script: return partial(toy_training, get_toy(what), steps=steps)
     make = runpy.run_path(script).get(name)
-    if not callable(make): raise RequestError(f'{script} defines no function {name!r}.')
+    if not callable(make): raise RequestError(f'{script} defines no function {name!r}: name one that it defines.')
     t = make(0)
-    if not isinstance(t, Training): raise RequestError(f'{name}(0) returned {t!r}: it should be a Training.')
+    if not isinstance(t, Training): raise RequestError(f'{name}(0) returned {t!r}: return a Training.')
     return make
 
 class Progress:
-    "How much is done and how long the rest may take, on the error stream, in place where that is a terminal"
+    "Prints to stderr how much is done and how long the rest may take; on a terminal it keeps to one line"
     def __init__(self,
-        total:int, # of what is counted
+        total:int, # how many there will be
         what:str, # its name
     ): self.total, self.what, self.n, self.start = total, what, 0, time.perf_counter()
 
     def __call__(self):
-        "One more begins"
+        "Count one more, which begins now"
         left = (time.perf_counter() - self.start)/self.n*(self.total - self.n) if self.n else 0
         end = '\r' if sys.stderr.isatty() else '\n'
         self.n += 1
@@ -141,15 +141,16 @@ def write_page(
     path: str, # where
     page: str, # HTML
 ):
-    "Write a page and say so; RequestError where that cannot be"
+    "Write a page and say so; RequestError if it cannot be written"
     try: Path(path).write_text(page, encoding='utf-8')
-    except OSError as e: raise RequestError(f'{path}: {e.strerror}.') from e
+    except OSError as e:
+        raise RequestError(f'{path} cannot be written ({e.strerror}): name another file with --html.') from e
     print(f'\nThe page is {path}.')
 
 def compare_command(
     args: argparse.Namespace, # training, schemes, seeds, steps, store, html
 ) -> int: # 0
-    "Train a toy, or your own net, under several schemes with the same seeds, and say who learns as FP32 does"
+    "Train a toy, or your own net, under several schemes with the same seeds, and say which learn as FP32 does"
     import pandas as pd
     from mpcourse.compare import SCHEMES, compare, compare_html, summary
     try:
@@ -161,11 +162,11 @@ def compare_command(
         results = compare(counted, names, args.seeds, args.store)
     except (ValueError, OSError) as e: raise RequestError(str(e)) from e
     print(pd.DataFrame(summary(results)).T.to_string())
-    print('\nverdict: the share of what FP32 learnt that is lost, in the median, where all seeds lie on one side; '
-          'tie: all within 2 %; open: further apart, or too few seeds; fails: so many lose more than half. '
-          'score: the lower the better.')
+    print('\nverdict: the median share of what FP32 learnt that is lost, where all seeds have the same sign; '
+          'tie: all seeds within 2 %; open: seeds that disagree, or too few of them; fails 2/6: two of six seeds lose '
+          'more than half. score: the lower the better.')
     for name, why in {r['scheme']: r['refused'] for r in results if r['refused']}.items(): print(f'{name}: {why}')
-    if args.store: print(f'\nThe runs are kept in {args.store}, and are not run again.')
+    if args.store: print(f'\nThe runs are kept in {args.store}, and will not be repeated.')
     if args.html: write_page(args.html, compare_html(results))
     return 0
 
@@ -188,7 +189,7 @@ def advise_command(
     print('', *advice.remarks, sep='\n')
     if args.html:
         try: Path(args.html).write_text(advice.html(), encoding='utf-8')
-        except OSError as e: raise RequestError(f'{args.html}: {e.strerror}.') from e
+        except OSError as e: raise RequestError(f'{args.html} cannot be written ({e.strerror}): name another.') from e
         print(f'\nThe page is {args.html}.')
     return 0
 
@@ -211,34 +212,34 @@ def count(
 def add_replay(
     sub, # the parser's sub-commands
 ):
-    "The grammar of `mpcourse replay`"
-    r = sub.add_parser('replay', help='fly loss scalers through a storm', description=replay_command.__doc__)
+    "Add `mpcourse replay` and its arguments"
+    r = sub.add_parser('replay', help='replay bad batches under loss scalers', description=replay_command.__doc__)
     r.add_argument('--storm', default='hard', help='hard (good batches, a row of bad ones, good ones), random, '
                    'a script such as 0010011 with 1 for a bad step, or the file of a recorded trace (%(default)s)')
     r.add_argument('--policies',
-                   help='names with commas between them, such as torch,megatron,als; all published if none is given')
-    r.add_argument('--start', help="everybody's first scale, such as 2^16; each policy's own if none is given")
+                   help='names with commas between them, such as torch,megatron,als; all published ones by default')
+    r.add_argument('--start', help="the first scale of all policies, such as 2^16; by default each one's own")
     r.add_argument('--bad', type=count, default=10, help='hard: bad batches in a row (%(default)s)')
     r.add_argument('--before', type=count, default=300, help='hard: good ones before them (%(default)s)')
     r.add_argument('--after', type=count, default=300, help='hard: good ones after them (%(default)s)')
     r.add_argument('--rate', type=float, default=.01, help='random: probability of a bad step (%(default)s)')
     r.add_argument('--steps', type=positive, default=20_000, help='random: how many (%(default)s)')
-    r.add_argument('--seed', type=int, default=0, help='random: of the dice (%(default)s)')
+    r.add_argument('--seed', type=int, default=0, help='random: of the random numbers (%(default)s)')
     r.add_argument('--factor', default='inf', help='how much larger than good ones the gradients of bad batches are: '
-                   'a power of two, or inf for such as overflow at any scale (%(default)s)')
+                   'a power of two, or inf for gradients that overflow at any scale (%(default)s)')
     r.add_argument('--out', default='replay.png', help='the file to write the plot to (%(default)s)')
     r.set_defaults(func=replay_command)
 
 def add_compare(
     sub, # the parser's sub-commands
 ):
-    "The grammar of `mpcourse compare`"
+    "Add `mpcourse compare` and its arguments"
     c = sub.add_parser('compare', help='train a net under several schemes', description=compare_command.__doc__)
     c.add_argument('training', nargs='?', default='two_towers', help='a toy, such as char_lm, or script.py:function: '
                    'a function of a seed that returns a Training of chapter 33 (%(default)s)')
-    c.add_argument('--schemes', help='names with commas between them; all if none is given')
-    c.add_argument('--seeds', type=positive, default=6, help='trainings of each (%(default)s)')
-    c.add_argument('--steps', type=positive, help="of a toy's training, if not its own")
+    c.add_argument('--schemes', help='names with commas between them; by default all')
+    c.add_argument('--seeds', type=positive, default=6, help='trainings of each scheme (%(default)s)')
+    c.add_argument('--steps', type=positive, help="of a toy's training; by default the toy's number")
     c.add_argument('--store', help='file for the results so far: an interrupted comparison goes on from there')
     c.add_argument('--html', help='a file for a page with table and picture')
     c.set_defaults(func=compare_command)
@@ -246,12 +247,12 @@ def add_compare(
 def add_advise(
     sub, # the parser's sub-commands
 ):
-    "The grammar of `mpcourse advise`"
+    "Add `mpcourse advise` and its arguments"
     a = sub.add_parser('advise', help='say which schemes will train a net', description=advise_command.__doc__)
     a.add_argument('training', help='a toy, such as char_lm, or script.py:function: a function of a seed that '
                    'returns a Training of chapter 33')
-    a.add_argument('--steps', type=positive, default=100, help='to watch (%(default)s)')
-    a.add_argument('--seed', type=count, default=0, help='of the training (%(default)s)')
+    a.add_argument('--steps', type=positive, default=100, help='steps to watch (%(default)s)')
+    a.add_argument('--seed', type=count, default=0, help='seed of the training (%(default)s)')
     a.add_argument('--html', help='a file for a page with table and picture')
     a.set_defaults(func=advise_command)
 
@@ -277,9 +278,9 @@ def check_command(
     if not found: raise RequestError(f'There is no chapter {args.chapter} in nbs/: call this in a clone of the course.')
     known, mine = checkers(found[0]), {}
     try: exec(compile(Path(args.file).read_text(encoding='utf-8'), args.file, 'exec'), mine)
-    except OSError as e: raise RequestError(f'{args.file}: {e.strerror}.') from None
+    except OSError as e: raise RequestError(f'{args.file} cannot be read ({e.strerror}): give another file.') from None
     solved = [n for n in known if callable(mine.get(n))]
-    if not solved: raise RequestError(f'{args.file} defines none of {", ".join(known)}.')
+    if not solved: raise RequestError(f'{args.file} has no function of these names: {", ".join(known)}.')
     wrong = 0
     for name in solved:
         try: known[name](mine[name])
@@ -292,7 +293,7 @@ def check_command(
 def add_check(
     sub, # the parser's sub-commands
 ):
-    "The grammar of `mpcourse check`"
+    "Add `mpcourse check` and its arguments"
     c = sub.add_parser('check', help='run your solutions of a chapter', description=check_command.__doc__)
     c.add_argument('chapter', help='its number, such as 11')
     c.add_argument('file', help='Python with your solutions')
@@ -311,8 +312,8 @@ def exercises_command(
 def add_exercises(
     sub, # the parser's sub-commands
 ):
-    "The grammar of `mpcourse exercises`; what follows is read by the tool itself"
-    e = sub.add_parser('exercises', help='for who teaches: list, strip, mark, self',
+    "Add `mpcourse exercises`; the tool itself reads what follows"
+    e = sub.add_parser('exercises', help='for teachers: list, strip, mark, self',
                        description=exercises_command.__doc__)
     e.add_argument('rest', nargs=argparse.REMAINDER, metavar='list | strip OUT | mark FILE | self',
                    help='each has its own --help')
@@ -320,7 +321,7 @@ def add_exercises(
 
 # %% ../nbs/92_cli.ipynb #0637dd3d
 def make_parser() -> argparse.ArgumentParser: # knows every sub-command
-    "The command line's grammar"
+    "The parser of the command line"
     about = 'Why 16 and 8 bits break training, and how each remedy works.'
     p = argparse.ArgumentParser(prog='mpcourse', description=about)
     sub = p.add_subparsers(dest='command', required=True,
@@ -336,10 +337,10 @@ def make_parser() -> argparse.ArgumentParser: # knows every sub-command
 
 # %% ../nbs/92_cli.ipynb #28a58949
 def tell_once(
-    told: set, # what was said so far
+    told: set, # the warnings that were printed so far
     message: Warning, *args, **kwargs, # as `warnings.showwarning` is called
 ):
-    "A warning as its sentence, without a path, and once"
+    "Print a warning once, as a sentence without a path"
     if str(message) not in told: print(message, file=sys.stderr)
     told.add(str(message))
 
@@ -358,7 +359,7 @@ def main(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # or Python would complain at its end
         return 141                          # as a shell has it
     except KeyboardInterrupt:
-        print('Stopped; what had ended is kept.', file=sys.stderr)
+        print('Stopped; results that were stored are kept.', file=sys.stderr)
         return 130
     except RequestError as e:
         print(e, file=sys.stderr)

@@ -35,15 +35,15 @@ from .toys import batches, evaluate, fit, get_toy, half_pass, plain_step, predic
 
 # %% ../nbs/33_compare.ipynb #035072c1
 def lost_share(
-    score:float, before:float, fp32:float, # at the end, before, and FP32's at the end
-)->float: # 0: as FP32; 1: nothing learnt; NaN: no number
-    "How much of what FP32 learnt is lost? NaN, too, where FP32 learnt nothing"
+    score:float, before:float, fp32:float, # scores at the end and before, and FP32's at the end
+)->float: # 0: as FP32; 1: nothing learnt; NaN: the score is not a number
+    "The share of what FP32 learnt that is lost; NaN also where FP32 learnt nothing"
     return (score - fp32)/(before - fp32) if fp32 < before else math.nan
 
 def verdict(
     shares:list, # one for each seed; None: the scheme refused the net
 )->str:
-    "What paired seeds say"
+    "The verdict of paired seeds on a scheme"
     if None in shares: return 'refuses'
     failed = sum(not s < .5 for s in shares)             # a NaN has failed, too
     if failed: return f'fails {failed}/{len(shares)}'
@@ -54,7 +54,7 @@ def verdict(
 def verdicts(
     results:list, # from `compare`
 )->dict: # scheme -> its shares, one for each seed
-    "Each scheme's runs beside FP32's"
+    "The lost share of each scheme in each seed, measured against FP32 with the same seed"
     fp32 = {r['seed']: r['score'] for r in results if r['scheme'] == 'FP32'}
     shares = {}
     for r in results:
@@ -65,7 +65,7 @@ def verdicts(
 def summary(
     results:list, # from `compare`
 )->dict: # scheme -> 'verdict', and the medians of 'score' and 'skipped'
-    "A line for each scheme"
+    "Verdict and medians of each scheme"
     lines = {}
     for scheme, shares in verdicts(results).items():
         rows = [r for r in results if r['scheme'] == scheme and not r['refused']]
@@ -106,7 +106,7 @@ def measured_scale(
 def with_floor(
     t, # a Training
 )->DynamicScaler:
-    "Torch's rule from the measured scale, and no lower than four octaves below it"
+    "Torch's rule, which starts at the measured scale and has its floor four octaves below"
     scale = measured_scale(t).scale.item()
     return DynamicScaler(scale, min_scale=scale/16, hold=False)
 
@@ -128,7 +128,7 @@ def scaled_by(
 def rounded_once(
     t, # a Training; its weights are changed
 )->Callable: # a step for `fit`
-    "FP32 from weights that are rounded to FP16 once, before the first step: how far does that alone carry?"
+    "Train in FP32 from weights that are rounded to FP16 once, before the first step, to see what that alone costs"
     for p in t.model.parameters(): p.data = p.data.half().float()
     return plain_step
 
@@ -151,7 +151,7 @@ def stored_in(
 
 def at_output(
     t, # a Training
-    target:float=2.**7, # where E4M3 ends at 448
+    target:float=2.**7, # where the largest gradient shall lie; E4M3 ends at 448
 )->float: # a power of two
     "The power of two that brings the largest gradient of the first batch's predictions to the target or below"
     xb, yb = next(iter(t.batches()))
@@ -162,7 +162,7 @@ def at_output(
 def converted(
     recipe, # a Recipe of chapter 27 or its name
     scale=lambda t: 1., # Training -> factor on the loss
-    readout:bool=True, # the last linear layer, too
+    readout:bool=True, # convert the last linear layer, too
 )->Callable: # Training -> a step for `fit`
     "Products of few bits, everything else in FP32"
     def begin(t):
@@ -206,7 +206,7 @@ def train_scheme(
     t:Training, # its model is trained
     seed:int=0, # of stochastic rounding
 )->dict: # 'before' and 'score', the lower the better, and the steps 'skipped'
-    "Train under one scheme; ValueError where it cannot"
+    "Train under one scheme; ValueError if the scheme cannot train this model"
     before = scored(t) if t.score else None
     with seeded(seed):
         step = known_scheme(name)(t)
@@ -220,7 +220,7 @@ def train_scheme(
 def attempt(
     name:str, t:Training, seed:int, # as for `train_scheme`
 )->dict: # the same, and why a scheme 'refused'
-    "Train, or say why not"
+    "Train as `train_scheme` does, or say why the scheme refuses"
     try: return train_scheme(name, t, seed) | dict(refused='')
     except Exception as e:                      # whatever a net does that a scheme cannot
         if name == 'FP32': raise                # then the training itself is at fault
@@ -230,7 +230,7 @@ def compare(
     make:Callable, # seed -> Training
     schemes=None, # names of `SCHEMES`; None: all. FP32 is always among them
     seeds:int=6, # of each
-    store=None, # a file for this net, a line of JSON for each training: what stands there is not trained again
+    store=None, # a file for this net, with a line of JSON for each training; those in it are not repeated
 )->list: # of dicts: scheme, seed, before, score, skipped, refused
     "Train a net under several schemes, each with the same seeds"
     names = list(dict.fromkeys(['FP32', *(SCHEMES if schemes is None else schemes)]))
@@ -238,7 +238,7 @@ def compare(
     file = Path(store) if store else None
     lines = file.read_text(encoding='utf-8').splitlines() if file and file.exists() else []
     try: done = {(r['scheme'], r['seed']): r for r in map(json.loads, lines)}
-    except json.JSONDecodeError as e: raise ValueError(f'{file} has a broken line ({e}): remove it.') from e
+    except json.JSONDecodeError as e: raise ValueError(f'{file} has a broken line ({e}): remove that line.') from e
     for seed in range(seeds):
         for name in names:
             if (name, seed) in done: continue
@@ -253,7 +253,7 @@ def plot_shares(
     shares:dict, # scheme -> shares that are lost, one for each seed, as `verdicts` has them
     ax=None, # of matplotlib
 ):
-    "A dot for each seed, beside FP32 at zero; a cross is no number; in the shaded part more than half is lost"
+    "A dot for each seed, with FP32 at zero; a cross stands for NaN; in the shaded part more than half is lost"
     import matplotlib.pyplot as plt
     ax = ax or plt.subplots(figsize=(6, .6 + .25*len(shares)), layout='constrained')[1]
     ax.axvspan(.5, 2, color='#b00020', alpha=.08)
@@ -283,7 +283,7 @@ def stored_shares(
     table, # a study whose rows are 'net: scheme'
     net:str, scheme:str, # one of them
 )->list: # as `verdicts` has them
-    "Each seed of a stored study beside FP32's"
+    "The lost share of a scheme in each seed of a stored study"
     def stored(scheme, what): return table.values(f'{net}: {scheme}', what)
     found = zip(stored(scheme, 'score'), stored(scheme, 'before'), stored('FP32', 'score'))
     return [None if math.isnan(before) else lost_share(score, before, fp32) for score, before, fp32 in found]
@@ -291,7 +291,7 @@ def stored_shares(
 def standings(
     table, # the study `every_scheme`
 )->dict: # scheme -> how many nets tie, and the names of the others: 'open', 'apart', 'fails', 'refuses'
-    "The table in one line for each scheme"
+    "How each scheme did on the nets of the study"
     found = {}
     for row in table.rows:
         net, scheme = row.split(': ')

@@ -21,7 +21,7 @@ def run_ranks(
     *args, # for the function
     timeout:float=60, # seconds after which a rank that waits for another gives up
 )->list: # what each rank returned
-    "Run a function in gloo processes of this machine, one torch thread each"
+    "Run a function in several gloo processes on this machine, with one torch thread each"
     from joblib import Parallel, delayed
     with tempfile.TemporaryDirectory() as folder:
         def one(rank):
@@ -38,7 +38,7 @@ def run_ranks(
 
 # %% ../nbs/22_distributed.ipynb #5a10863b
 def _exchanged(half, group=None):
-    "Everybody's FP16 gradients, and a future that says when they have arrived"
+    "The FP16 gradients of all ranks, and a future that says when they have arrived"
     parts = [torch.empty_like(half) for _ in range(dist.get_world_size(group))]
     return parts, dist.all_gather(parts, half, group=group, async_op=True).get_future()
 
@@ -51,7 +51,7 @@ def running_mean_hook(
     return arrived.then(lambda _: bucket.buffer().copy_(running_mean(parts)))
 
 def stochastic_hook(
-    state, # (group, generator): the group as above, a torch.Generator with a seed of its own on each rank
+    state, # (group, generator): the group as above, a torch.Generator with another seed on each rank
     bucket, # as above
 ): # a future of their mean
     "For `DDP.register_comm_hook`: stochastically rounded to FP16 on the wire, the mean in FP32"

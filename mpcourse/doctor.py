@@ -27,7 +27,7 @@ def version(
 def imports(
     name: str,       # a module
     timeout: int=60, # seconds after which we stop waiting
-) -> str: # '' if the import works, else the last line of its complaint
+) -> str: # '' if the import works, else the last line of the error
     "Try an import in another process"
     try: res = subprocess.run([sys.executable, '-c', f'import {name}'], capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired: return f'no answer after {timeout} seconds'
@@ -56,7 +56,7 @@ def cores() -> int: # those that this process may use
 
 # %% ../nbs/91_doctor.ipynb #a8273dcd
 def machine_line() -> str: # processor, cores, system, Python, torch
-    "The machine in one line, without its name: what stands beside stored results and timings"
+    "The machine in one line, without its host name, for stored results and timings"
     info = Path('/proc/cpuinfo')
     lines = info.read_text().splitlines() if info.exists() else []
     cpus = [l.partition(':')[2].strip() for l in lines if l.startswith('model name')]
@@ -83,7 +83,7 @@ def step_seconds(
     dtype: torch.dtype, # of all factors
     device: str='cpu',  # where they lie
     n: int=256,         # the factors are n × n
-    reps: int=5,        # the fastest of so many
+    reps: int=5,        # repetitions, of which the fastest counts
 ) -> float: # seconds
     "Time the three matrix products of a linear layer's training step"
     a, b = (torch.rand(n, n, device=device).to(dtype) for _ in range(2))
@@ -109,7 +109,7 @@ def speed_ratio(
 def in_words(
     ratio: float, # FP32's time over another format's
 ) -> str: # 'five times as fast as FP32', in figures
-    "A ratio of speeds as a reader says it"
+    "A ratio of speeds in words"
     if ratio != ratio: return 'cannot multiply'
     return f'{ratio:.1f} times as fast as FP32' if ratio >= 1 else f'{1/ratio:.1f} times slower than FP32'
 
@@ -126,7 +126,7 @@ class Report:
     fp16_speed: float           # relative to FP32, on the first accelerator or else the CPU
     bf16_speed: float           # the same for BF16
     tf32: str                   # whether FP32 products may run in TF32
-    torchvision: str            # '' if it imports or is absent, else its complaint
+    torchvision: str            # '' if it imports or is absent, else the error
     advice: list = field(default_factory=list) # sentences
 
 # %% ../nbs/91_doctor.ipynb #4400aa24
@@ -185,7 +185,7 @@ def report_rows(
             ('TF32', r.tf32)]
 
 # %% ../nbs/91_doctor.ipynb #8daa218f
-def doctor() -> Report: # the same as a structure
+def doctor() -> Report: # what was printed, as a `Report`
     "Print what this machine can do and what to use on it"
     r = examine()
     for k,v in report_rows(r): print(f'{k:>14}  {v}')

@@ -17,9 +17,9 @@ def valid_number(
     name, # of the argument
     x, # its value
     ok, # x -> bool
-    must, # what would do, for the message
+    must, # why it cannot work and what to do, for the message
 ):
-    "ValueError with the value, and what would do, unless x is a finite number for which ok(x)"
+    "ValueError, with the value and the remedy, unless x is a finite number for which ok(x)"
     try: good = not isinstance(x, (bool, str)) and isfinite(x) and ok(x)
     except (TypeError, OverflowError): good = False
     if not good: raise ValueError(f'{name}={x!r} cannot work: {must}.')
@@ -29,9 +29,9 @@ def valid_steps(
     x, # its value
     example, # a value that works
 ):
-    "ValueError for what is no number of steps"
+    "ValueError unless x is a number of steps"
     valid_number(name, x, lambda x: 1 <= x < 2**31 and x == int(x),
-                 f'it counts steps, take a whole number such as {example}')
+                 f'it counts steps, so take a whole number such as {example}')
 
 # %% ../nbs/10_dynamic.ipynb #16962a67
 class DynamicScaler(LossScaler):
@@ -41,15 +41,15 @@ class DynamicScaler(LossScaler):
         growth_factor:float=2., # above 1
         backoff_factor:float=.5, # between 0 and 1
         growth_interval:int=2000, # clean steps before the scale grows
-        hysteresis:int=1, # the scale falls at the overflow with this number: 1 is no patience
+        hysteresis:int=1, # the overflow at which the scale falls: 1 for the first, 2 for the second
         refill:str='growth', # what brings patience back: 'growth' of the scale, or any 'clean' step
-        consecutive:bool=True, # does an overflow start the count of clean steps anew?
+        consecutive:bool=True, # does an overflow reset the count of clean steps?
         **config, # hold, min_scale and max_scale, as for LossScaler
     ):
         valid_number('growth_factor', growth_factor, lambda x: x > 1,
-                     'the scale has to grow, take 2')
+                     'the scale has to grow, so take a number above 1, such as 2')
         valid_number('backoff_factor', backoff_factor, lambda x: 0 < x < 1,
-                     'the scale has to shrink, take 0.5')
+                     'the scale has to shrink, so take a number between 0 and 1, such as 0.5')
         valid_steps('growth_interval', growth_interval, 2000)
         valid_steps('hysteresis', hysteresis, 2)
         if refill not in ('growth', 'clean'):
@@ -78,7 +78,7 @@ class DynamicScaler(LossScaler):
         return torch.where(back, scale*self.backoff_factor, grown)
 
     def torchs_rule(self, stats):
-        "The same without patience: one kernel of torch's"
+        "The rule without hysteresis, as one kernel of torch's"
         torch._amp_update_scale_(self.scale, self.growth_tracker, stats['found_inf'].float(), self.growth_factor,
                                  self.backoff_factor, self.growth_interval)
         return self.scale
@@ -88,10 +88,10 @@ def from_torch(
     state:dict, # state_dict() of torch.amp.GradScaler
     **config, # other arguments of DynamicScaler, such as min_scale
 )->DynamicScaler: # that goes on where torch's was
-    "Read a checkpoint of torch's scaler; ValueError where it is not one"
+    "A scaler from a checkpoint of torch's; ValueError if it is not one"
     keys = ('growth_factor', 'backoff_factor', 'growth_interval')
     missing = {'scale', '_growth_tracker', *keys} - state.keys()
-    if missing: raise ValueError(f'A state of torch.amp.GradScaler has {", ".join(missing)}, too.')
+    if missing: raise ValueError(f'The state lacks {", ".join(missing)}: give one of torch.amp.GradScaler.')
     scaler = DynamicScaler(state['scale'], **{k: state[k] for k in keys}, **config)
     scaler.growth_tracker.fill_(state['_growth_tracker'])
     return scaler
@@ -102,10 +102,10 @@ def from_megatron(
     hysteresis:int=2, # Megatron's
     **config, # other arguments of DynamicScaler; hold is False if not given
 )->DynamicScaler: # that goes on where Megatron's was
-    "Read a checkpoint of Megatron's scaler; ValueError where it is not one"
+    "A scaler from a checkpoint of Megatron's; ValueError if it is not one"
     keys = ('growth_tracker', 'hysteresis_tracker')
     missing = {'scale', *keys} - state.keys()
-    if missing: raise ValueError(f"A state of Megatron's scaler has {', '.join(missing)}, too.")
+    if missing: raise ValueError(f"The state lacks {', '.join(missing)}: give one of Megatron's scaler.")
     scaler = DynamicScaler(float(state['scale']), growth_interval=growth_interval,
                            hysteresis=hysteresis, **{'hold': False} | config)
     for k in keys: getattr(scaler, k).fill_(state[k])

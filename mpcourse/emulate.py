@@ -23,7 +23,7 @@ def chunked_matmul(
     a:Tensor, # (…, n, k)
     b:Tensor, # (…, k, m)
     rnd, # rounds the running sum: tensor -> tensor
-    chunk:int=16, # products that are summed as they are before the running sum takes them up
+    chunk:int=16, # products that are summed without rounding before they enter the running sum
 )->Tensor: # (…, n, m)
     "`a @ b` with an accumulator of few bits"
     acc = a.new_zeros(()) if a.shape[-1] else a @ b
@@ -32,7 +32,7 @@ def chunked_matmul(
 
 # %% ../nbs/24_emulate.ipynb #50169103
 class _Boundary(torch.autograd.Function):
-    "A function outside the emulated machine"
+    "A function that runs outside the emulated machine"
     @staticmethod
     def forward(ctx, f, kwargs, *args):
         with exact(), torch.enable_grad():
@@ -61,7 +61,7 @@ def exact_loss(
 def written_args(
     func, # an OpOverload
 )->tuple: # (position, name) of each argument that the op writes into
-    "The left side of an in-place op, `out=`"
+    "The arguments that an op writes into: that of an in-place op, and `out=`"
     def writes(a): return a.alias_info is not None and a.alias_info.is_write
     return tuple((i, a.name) for i,a in enumerate(func._schema.arguments) if writes(a))
 
@@ -75,7 +75,7 @@ def changed_args(
 def is_view(
     func, # an OpOverload
 )->bool:
-    "Does the op only look at a tensor in another way?"
+    "Does the op return a view of a tensor?"
     rets = [r.alias_info for r in func._schema.returns]
     return torch.Tag.inplace_view in func.tags or any(a is not None and not a.is_write for a in rets)
 
@@ -84,12 +84,12 @@ def is_view(
 OP_KINDS = {
     'product':  'operands rounded at use, the result rounded; with `accumulate` the running sums, too',
     'result':   'the result is rounded: arithmetic, functions, norms, pooling, losses, embeddings, and their backward',
-    'in-place': 'not rounded, as the optimizer writes so; but rounded in a backward pass, and with `inplace=True`',
+    'in-place': 'not rounded, since optimizers write in place; rounded in a backward pass, and with `inplace=True`',
     'foreach':  'not rounded: multi-tensor and fused ops, which optimizers and gradient clipping use',
     'view':     'nothing new: the same numbers seen in another way',
     'copy':     'not rounded: copies, casts and fills',
     'move':     'not rounded: indexing, joining, masking',
-    'random':   'not rounded: what an op makes of them is',
+    'random':   'not rounded; what an op computes from them is rounded',
     'factory':  'not rounded: zeros, ones, full, arange',
     'discrete': 'nothing to round: comparisons, positions, counts',
     'opened':   'made of other ops, each treated as its own kind',
@@ -165,7 +165,7 @@ def _is_factory(
 def op_kind(
     func, # an OpOverload, say torch.ops.aten.mm.default
 )->str: # a key of `OP_KINDS`
-    "How `emulate` treats an op; what is not recognised as anything else is a result, and rounded"
+    "How `emulate` treats an op; an op of no other kind is a 'result', which is rounded"
     name = func._overloadpacket.__name__
     rules = [('sealed', func in RECURRENT), ('opened', is_composite(func)), ('product', is_product(func)),
              (_KIND_OF.get(name), name in _KIND_OF), ('copy', torch.Tag.view_copy in func.tags),
@@ -180,7 +180,7 @@ _local = threading.local()  # `busy` while an emulator runs an op on this thread
 class exact(OpMode):
     "A context in which nothing is rounded, whatever `emulate` is around it: for losses, metrics, the optimizer"
     def run(self, func, args, kwargs):
-        "Run an op so that the emulators around this one look away"
+        "Run an op so that the emulators around this one do not round it"
         if getattr(_local, 'busy', False): return func(*args, **kwargs)
         if is_composite(func): return open_op(self, func, args, kwargs)
         _local.busy = True
@@ -195,7 +195,7 @@ def _rounder(
     fmt, # a format
     **opts, # of `quantize`: rounding, overflow, subnormals, generator
 ):  # float32 tensor -> float32 tensor
-    "`quantize` with its options bound; what it refuses is refused here"
+    "`quantize` with its options bound; wrong ones are refused at once"
     general, top, dtype = partial(quantize, fmt=fmt, **opts), fmt.max, fmt.dtype
     general(torch.zeros(1))
     if dtype is None or fmt.kind == 'scale' or opts['rounding'] != 'nearest' or not opts['subnormals']: return general
@@ -227,20 +227,20 @@ def _kept(
 
 # %% ../nbs/24_emulate.ipynb #75517cb7
 class emulate(exact):
-    "Be a machine that has only `fmt`: float32 storage, every op's result on the format's grid, forward and backward"
+    "Emulate a machine that has only `fmt`: stored as float32, every result is rounded to it, forward and backward"
     def __init__(self,
         fmt, # a format or its name
         rounding:str='nearest', # as in `quantize`: 'nearest', 'stochastic' or 'toward_zero'
         overflow:str='saturate', # as in `quantize`: 'saturate', 'inf' or 'nan'
         subnormals:bool=True, # False: they become zero
         accumulate=None, # format of the running sum inside matrix products and convolutions; None: FP32
-        chunk:int=16, # products summed in FP32 before the running sum takes them up and is rounded
+        chunk:int=16, # products summed in FP32 before they enter the running sum, which is then rounded
         inputs:bool=True, # round what goes into a product: FP32 weights are cast at use
         inplace:bool=False, # round what in-place ops write; keep the optimizer outside then
         generator=None, # torch.Generator of stochastic rounding
     ):
         if not (isinstance(chunk, int) and chunk > 0):
-            raise ValueError(f'A chunk of {chunk!r} products cannot be: take 1, 2, 3 …')
+            raise ValueError(f'chunk={chunk!r} is not a number of products: take 1, 2, 3 …')
         opts = dict(rounding=rounding, overflow=overflow, subnormals=subnormals, generator=generator)
         super().__init__(fmt=fmt, **opts, accumulate=accumulate, chunk=chunk, inputs=inputs, inplace=inplace)
         self.fmt, self.chunk, self.inputs, self.inplace = get_format(fmt), chunk, inputs, inplace
@@ -267,10 +267,10 @@ class emulate(exact):
 
     def _grid(self, x):
         if not (isinstance(x, Tensor) and x.dtype is torch.float32): return x
-        if x.is_nested: raise ValueError('A nested tensor has no emulation: pad it, with nested.to_padded_tensor(0.).')
+        if x.is_nested: raise ValueError('A nested tensor cannot be rounded: pad it, with nested.to_padded_tensor(0.).')
         if x.layout is not torch.strided:
-            raise ValueError('A sparse tensor has no emulation: make it dense, with to_dense(). '
-                             'An embedding has sparse=False.')
+            raise ValueError('A sparse tensor cannot be rounded: make it dense, with to_dense(), '
+                             'or with sparse=False in an embedding.')
         return self._q(x)
 
     def _rounded(self, func, args, kwargs, res):
@@ -307,7 +307,7 @@ def _matrix_product(
 
 def _summed(
     rnd, # rounds the running sum
-    chunk:int, # products that it takes up at once
+    chunk:int, # products that enter it at once
     func, *args, **kwargs, # a call of one of `PRODUCTS`
 ):  # what the op returns
     "The same product with a running sum of few bits"

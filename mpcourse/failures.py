@@ -26,7 +26,7 @@ def textbook_cross_entropy(
     pred: torch.Tensor, # logits (N, classes), in the format that the loss is computed in
     y: torch.Tensor,    # classes (N,)
 ) -> torch.Tensor: # 0-dim
-    "Exponentials over their sum, without the usual precaution"
+    "Cross-entropy from exponentials over their sum, without the usual precaution"
     e = pred.exp()
     return -(e.gather(1, y[:, None])[:, 0] / e.sum(1)).log().mean()
 
@@ -69,7 +69,7 @@ def swallowed_updates(
     seed: int = 0,             # of weights and batches
     device='cpu',              # where it runs
 ) -> Run: # the history has 'swallowed' where the step records it
-    "A net whose weights are stored in few bits, trained in small steps"
+    "Train a net in small steps, with its weights stored in few bits"
     net, opt = partial(relu_mlp, width=256, depth=2), partial(torch.optim.Adam, lr=lr)
     toy = replace(get_toy('relu_mlp'), name='swallowed_updates', steps=steps, bs=32, model=net, opt=opt)
     return train_toy(toy, step or store_in(storage), seed, device=device)
@@ -99,7 +99,7 @@ def scale_report(
     log2_scale: float,              # logarithm of the factor on the loss
     fmt: str | FloatFormat = 'fp16',# the format of the backward pass
 ) -> tuple: # share of the non-zero entries that underflow, share that overflow
-    "What one loss scale would lose of recorded gradients"
+    "The shares of recorded gradients that one loss scale would lose"
     fmt = get_format(fmt)
     live = g[(g != 0) & g.isfinite()].double()
     if not len(live): raise ValueError('There is no non-zero gradient among these: record some first.')
@@ -160,8 +160,8 @@ def flushed(
 def until_bad(
     i: int,    # number of the step
     rec: dict, # its record, with a 'loss'
-) -> bool: # True where the loss is infinite or NaN
-    "A hook for `fit`: stop at the first loss that is not a number"
+) -> bool: # True if the loss is infinite or NaN
+    "A hook for `fit`: stop at the first loss that is infinite or NaN"
     return not math.isfinite(float(rec['loss']))
 
 def vanished_gradients(
@@ -172,8 +172,8 @@ def vanished_gradients(
     step=None,                 # another remedy: a step for `fit`, in place of `half_pass(dtype, scale)`
     seed: int = 0,             # of weights and batches
     device='cpu',              # where it runs
-) -> Run: # ends early where the loss is no number
-    "A net whose gradients are too small for FP16, or with a large scale too large"
+) -> Run: # ends early where the loss is infinite or NaN
+    "Train a net whose gradients are too small for FP16, or too large with a large scale"
     return train_toy(toy, step or half_pass(dtype, scale), seed, device=device, steps=steps, on_step=until_bad)
 
 # %% ../nbs/04_failures.ipynb #7bdd1c58
@@ -184,8 +184,8 @@ def exploded_activations(
     seed: int = 0,          # of weights and batches
     device='cpu',           # where it runs
     loss=textbook_cross_entropy, # a third remedy: a loss that takes precautions
-) -> Run: # ends early where the loss is no number
-    "A net with a homemade loss whose exponentials overflow as soon as it is sure of itself"
+) -> Run: # ends early where the loss is infinite or NaN
+    "Train a net with a homemade loss, whose exponentials overflow as soon as the net is confident"
     def loss_func(pred, y): return loss(pred.to(loss_in), y).float()
     toy = replace(get_toy('relu_mlp'), name='exploded_activations', loss_func=loss_func)
     return train_toy(toy, step or half_pass(dtype), seed, device=device, on_step=until_bad)
@@ -213,8 +213,8 @@ def adam_eps(
     seed: int = 0,       # of weights and batches
     device='cpu',        # where it runs
     **kw,                # for torch.optim.Adam: fused=True
-) -> Run: # ends early where the loss is no number
-    "The ReLU net with torch's own Adam, everything in one format"
+) -> Run: # ends early where the loss is infinite or NaN
+    "Train the ReLU net with torch's own Adam, everything in one format"
     opt = partial(torch.optim.Adam, lr=3e-3, eps=eps, **kw)
     toy = replace(get_toy('relu_mlp'), name='adam_eps', opt=opt)
     return train_toy(toy, step, seed, dtype, device, on_step=until_bad)

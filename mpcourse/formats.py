@@ -39,12 +39,12 @@ def _validate_fields(
     m, # bits of the fraction
     kind, # what the extreme codes mean
 ):
-    "Refuse with a sentence what cannot be a format"
+    "ValueError for fields that no format here can have"
     kinds = ('ieee', 'fn', 'fnuz', 'finite', 'scale')
     if kind not in kinds: raise ValueError(f'There is no kind {kind!r}: take one of {", ".join(kinds)}.')
-    if not (isinstance(e, int) and 2 <= e <= 10): raise ValueError(f'{e!r} exponent bits: a format here has 2 to 10.')
-    if not (isinstance(m, int) and 0 <= m <= 52): raise ValueError(f'{m!r} fraction bits: a format here has 0 to 52.')
-    if kind == 'scale' and m: raise ValueError(f'A scale format has no fraction, yet {m} fraction bits were given.')
+    if not (isinstance(e, int) and 2 <= e <= 10): raise ValueError(f'{e!r} exponent bits cannot work: take 2 to 10.')
+    if not (isinstance(m, int) and 0 <= m <= 52): raise ValueError(f'{m!r} fraction bits cannot work: take 0 to 52.')
+    if kind == 'scale' and m: raise ValueError(f'{m} fraction bits cannot work, as a scale has none: take 0.')
 
 # %% ../nbs/01_formats.ipynb #dc32aa74
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class FloatFormat:
         if not self.name: object.__setattr__(self, 'name', f'e{self.exp_bits}m{self.man_bits}')
         lo, hi = -self.bias - self.man_bits, 2**self.exp_bits - self.bias
         if lo < -1022 or hi > 1022:
-            raise ValueError(f'{self.name} with bias {self.bias} reaches from 2^{lo} to 2^{hi}; values '
+            raise ValueError(f'{self.name} with bias {self.bias} reaches from 2^{lo} to 2^{hi}, but values '
                              'are computed in FP64, from 2^-1022 to 2^1022: take another bias.')
 
     @property
@@ -90,8 +90,8 @@ class FloatFormat:
         "The numbers that codes stand for"
         code = torch.as_tensor(bits).long()
         if code.numel() and not 0 <= code.min() <= code.max() < 2**self.bits:
-            raise ValueError(f'{self.name} has codes from 0 to {2**self.bits - 1}; '
-                             f'got {code.min():d} to {code.max():d}.')
+            raise ValueError(f'Codes {code.min():d} to {code.max():d} were given, and {self.name} has only those '
+                             f'from 0 to {2**self.bits - 1}.')
         low = code & 2**(self.exp_bits + self.man_bits) - 1
         neg, beyond = code > low, low - self.max_code
         v = self._magnitude(low.clamp(max=self.max_code)).masked_fill(beyond > 0, torch.nan)
@@ -136,7 +136,7 @@ def nan_code(self:FloatFormat)->int|None: # None where the format has no NaN
 
 @patch(as_prop=True)
 def over_code(self:FloatFormat)->int: # without the sign bit
-    "What a value beyond the range becomes: infinity, else NaN, else the largest value"
+    "The code of a value beyond the range: infinity, else NaN, else the largest value"
     return self.max_code + 1 if self.has_inf else self.nan_code or self.max_code
 
 # %% ../nbs/01_formats.ipynb #ebd48d15
@@ -212,7 +212,7 @@ def _exponent(self:FloatFormat,
 def spacing(self:FloatFormat,
     x:float|torch.Tensor, # finite numbers, any shape
 )->float|torch.Tensor: # the distance between neighbours in x's octave, in x's own unit
-    "The format's step at x"
+    "The distance between neighbouring values at x"
     step = _pow2(self._exponent(torch.as_tensor(x, dtype=torch.float64)) - self.man_bits)
     return step if isinstance(x, torch.Tensor) else step.item()
 
@@ -232,7 +232,7 @@ def _index(self:FloatFormat,
 def encode(self:FloatFormat,
     x:float|torch.Tensor, # any numbers, any shape
 )->int|torch.Tensor: # codes: an int for a float, an int64 tensor for a tensor
-    "Codes of the nearest values, ties to even; beyond the range `over_code`; ValueError for a NaN where there is none"
+    "Codes of the nearest values, ties to even, and `over_code` beyond the range; ValueError for a NaN that has no code"
     v = torch.as_tensor(x, dtype=torch.float64)
     if v.isnan().any() and not self.has_nan:
         raise ValueError(f'{self.name} has no NaN, and the input holds one: replace it first, with torch.nan_to_num.')
@@ -271,7 +271,7 @@ def neighbours(self:FloatFormat,
 @patch
 def values(self:FloatFormat)->torch.Tensor: # float64, ascending, −0 left out
     "All finite values; ValueError for a format of more than 16 bits"
-    if self.bits > 16: raise ValueError(f'{self.name} has 2^{self.bits} codes: values() is for 16 bits at most.')
+    if self.bits > 16: raise ValueError(f'{self.name} has 2^{self.bits} codes, too many to list: take 16 bits at most.')
     v = self.decode(torch.arange(2**self.bits))
     return (v[v.isfinite()] + 0.).unique() # −0 + 0 = +0
 
@@ -280,13 +280,13 @@ def values(self:FloatFormat)->torch.Tensor: # float64, ascending, −0 left out
 def parse_number(
     text:str, # '0.1', '1e-7', '2^-14', '2**-14', '1/3', 'inf'
 )->float:
-    "The number that a reader typed; ValueError with a sentence for anything else"
+    "The number that a text stands for; ValueError for any other text"
     s = str(text).strip().replace('**', '^').replace('−', '-')
     try:
         if m := re.fullmatch(r'(-?)(\d+)\^(-?\d{1,4})', s): return float(m[1] + '1')*float(m[2])**int(m[3])
         return float(Fraction(s)) if '/' in s else float(s)
     except (ValueError, ArithmeticError):
-        raise ValueError(f'{text!r} is no number that FP64 holds: type one like 0.1, 2^-14, 1/3 or inf.') from None
+        raise ValueError(f'{text!r} is not a number that FP64 holds: type one like 0.1, 2^-14, 1/3 or inf.') from None
 
 def _error(
     x:float, # what was to be stored

@@ -16,9 +16,9 @@ from .rounding import quantize
 # %% ../nbs/28_fourbits.ipynb #b17d4463
 def nvfp4_scale(
     amax:Tensor, # largest magnitude of each tile
-    top:Tensor, # that of the whole matrix
+    top:Tensor, # largest magnitude of the whole matrix
     fmt, # a FloatFormat: E2M1
-    tiles:Tensor=None, # not looked at
+    tiles:Tensor=None, # not used
 )->Tensor: # like amax: what the tile is divided by
     "A scale in E4M3 for each tile, times one FP32 number that brings the largest of them to 448"
     e4m3 = get_format('e4m3')
@@ -29,7 +29,7 @@ def nvfp4_scale(
 def hadamard(
     n:int, # a power of two
 )->Tensor: # (n, n), orthogonal, entries ±1/√n
-    "Spreads one number over n of the same size"
+    "A Hadamard matrix, which spreads one number over n numbers of equal size"
     h = torch.ones(1, 1)
     while len(h) < n: h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     return h/n**.5
@@ -40,14 +40,14 @@ SIGNS = 1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1   # without the
 def rotate16(
     x:Tensor, # (…, k)
 )->Tensor: # (…, k, filled up with zeros to a multiple of 16)
-    "Rotate each 16 numbers in a row; if both operands of a product are rotated along its sum, the product stays"
+    "Rotate each 16 numbers of a row; a product stays the same if both operands are rotated along its sum"
     x = F.pad(x, (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))
     h = hadamard(16).to(x)*torch.tensor(SIGNS).to(x)
     return (x @ h.T).flatten(-2)
 
 # %% ../nbs/28_fourbits.ipynb #6352ad6c
 def _four(tile_w, scale, rounding='stochastic', tile=(1, 16), **more):
-    "Rows of x and g, tiles of w; the rounding is the gradient's"
+    "A recipe whose tiles are rows in x and g and `tile_w` in w; `rounding` is that of the gradient"
     return Recipe(Cast('e2m1', tile, scale), Cast('e2m1', tile_w, scale), Cast('e2m1', tile, scale, rounding), **more)
 
 FP4_RECIPES = {

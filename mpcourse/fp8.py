@@ -28,17 +28,17 @@ from .tensorcore import is_composite, open_op, WHOLE_LAYERS
 # %% ../nbs/27_fp8.ipynb #d8f295c8
 def no_scale(
     amax:Tensor, # largest magnitude of each tile
-    top:Tensor, # of the whole matrix, for scales of scales
+    top:Tensor, # largest magnitude of the whole matrix, for scales of scales
     fmt, # a FloatFormat
     tiles:Tensor=None, # the numbers themselves, for rules that need more than amax
 )->Tensor: # like amax: what the tile is divided by
-    "The numbers as they are"
+    "The scale 1, which leaves the numbers as they are"
     return torch.ones_like(amax)
 
 def fp32_scale(
     amax:Tensor, top:Tensor, fmt, tiles:Tensor=None, # as for `no_scale`
 )->Tensor: # like amax
-    "Brings the largest number of a tile to the format's largest"
+    "The scale that brings the largest number of a tile to the format's largest"
     return amax/fmt.max
 
 # %% ../nbs/27_fp8.ipynb #019de24a
@@ -53,14 +53,14 @@ def e8m0_up(
 def e8m0_floor(
     amax:Tensor, top:Tensor, fmt, tiles:Tensor=None, # as for `no_scale`
 )->Tensor: # like amax, powers of two
-    "The text of the OCP standard: ⌊log2 amax⌋ less the exponent of the format's largest number"
+    "The OCP standard's power of two: its exponent is ⌊log2 amax⌋ less that of the format's largest number"
     exponent = torch.frexp(amax).exponent - 1 - fmt.emax
     return torch.ldexp(torch.ones_like(amax), exponent.clamp(e8m0.emin, e8m0.emax))
 
 # %% ../nbs/27_fp8.ipynb #c7f414dd
 @dataclass(frozen=True)
 class Cast:
-    "How a tensor gets into few bits. A tile with an infinity or a NaN becomes NaN"
+    "How a tensor is cast to few bits. A tile with an infinity or a NaN becomes NaN"
     fmt: str = 'e4m3'           # of the entries
     tile: tuple = None          # (rows, columns) that share a scale; columns None: whole rows; None: the whole tensor
     scale: Callable = no_scale  # (amax of each tile, of the matrix, format, tiles) -> what to divide by
@@ -72,7 +72,7 @@ class Cast:
         return self.tile is None or self.tile[0] == self.tile[1]
 
     def tiles(self, x):
-        "x in tiles: (…, tiles, rows, tiles, columns), filled up with zeros"
+        "x cut into tiles: (…, tiles, rows, tiles, columns), filled up with zeros"
         if self.tile is None: return x.reshape(1, 1, 1, -1)
         rows, columns = self.tile[0], self.tile[1] or x.shape[-1]
         x = F.pad(x, (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
@@ -101,14 +101,14 @@ class DelayedScale(nn.Module):
     _apply = LossScaler._apply      # keeps every dtype when a model becomes half
     def __init__(self,
         history:int=1024, # steps that are remembered
-        once:bool=True, # a layer that is computed again in a backward pass, by checkpointing, has the scale that it had
+        once:bool=True, # activation checkpointing, which computes a layer again in the backward pass, reuses its scale
     ):
         super().__init__()
         self.once, self.used = once, None
         self.register_buffer('history', torch.zeros(history))
 
     def forward(self, amax, top, fmt, tiles=None):
-        "As `fp32_scale`, but of past entries; in training, remember this one, unless it is 0, infinite or NaN"
+        "As `fp32_scale`, from past entries; in training the present one is remembered, unless it is 0, infinite or NaN"
         if self.once and torch._C._current_graph_task_id() != -1: return self.used
         largest = self.history.max()
         self.used = torch.where(largest > 0, largest/fmt.max, 1.)
@@ -122,7 +122,7 @@ def reduce_amax(
     model:nn.Module, # out of `simulate_fp8`, also in DDP
     group=None, # of processes; None: DDP's own, or all of them
 ):
-    "After the backward pass: every rank takes the largest entries of all ranks. In one process nothing happens"
+    "Give every rank the largest entries of all ranks, after the backward pass; in one process nothing happens"
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()): return
     group = group or getattr(model, 'process_group', None)
     for m in model.modules():
@@ -132,17 +132,17 @@ def reduce_amax(
 # %% ../nbs/27_fp8.ipynb #d2d80edd
 @dataclass(frozen=True)
 class Recipe:
-    "How a product's operands get into few bits; its sums are in FP32"
-    x: Cast = Cast()            # what comes in
+    "How a product's operands are cast to few bits; its sums are in FP32"
+    x: Cast = Cast()            # the input
     w: Cast = Cast()            # the weight
-    g: Cast = Cast('e5m2')      # the gradient that comes back
+    g: Cast = Cast('e5m2')      # the gradient of the output
     history: int = 0            # steps that delayed scales remember; 0: every scale is the tensor's own
-    transform: Callable = None  # of both operands of the weight's gradient, along what it sums over (chapter 28)
+    transform: Callable = None  # for both operands of the weight's gradient, along its sum (chapter 28)
     source: str = ''            # the program and version that the numbers are from
 
 # %% ../nbs/27_fp8.ipynb #605b017a
 def _alike(source, g='e4m3', history=0, **how):
-    "All three operands are cast in the same way, but for the gradient's format"
+    "A recipe that casts all three operands in the same way, apart from the gradient's format"
     return Recipe(Cast(**how), Cast(**how), Cast(g, **how), history, source=source)
 
 RECIPES = {
@@ -160,7 +160,7 @@ RECIPES = {
 
 # %% ../nbs/27_fp8.ipynb #16fa3626
 class _Product(torch.autograd.Function):
-    "a @ b; each of three products casts its operands in tiles along what it sums over"
+    "a @ b; each of the three products casts its operands in tiles along its sum"
     @staticmethod
     def forward(ctx, a, b, r):
         a8, b8 = r.x(a), r.w(b.mT).mT
@@ -190,7 +190,7 @@ def fp8_matmul(
     b:Tensor, # (…, k, j) or (k,)
     recipe:Recipe=Recipe(), # how operands are cast
 )->Tensor: # like a @ b
-    "a @ b, and backward, with operands in few bits"
+    "a @ b with operands in few bits, forward and backward"
     if a.dim() == 1: return fp8_matmul(a[None], b, recipe).squeeze(-2 if b.dim() > 1 else 0)
     if b.dim() == 1: return fp8_matmul(a, b[:, None], recipe).squeeze(-1)
     rows = a if b.dim() > 2 else a.flatten(0, -2)     # of all batches: they lie in one sum
@@ -256,7 +256,7 @@ def fp8_attention(
 def _addmm(c, a, b, recipe): return c + fp8_matmul(a, b, recipe)
 
 def _grouped_mm(a, b, offs=None, *, recipe, **_):
-    "Rows in groups, each with a matrix of its own: the experts of a mixture"
+    "Rows in groups, each with another matrix, as for the experts of a mixture"
     if offs is None: return fp8_matmul(a, b, recipe)
     *groups, rest = a.tensor_split(offs.tolist())       # rows behind the last group belong to nobody
     ys = [fp8_matmul(rows, w, recipe) for rows, w in zip(groups, b)]
@@ -323,16 +323,16 @@ class _Products(torch.overrides.TorchFunctionMode):
         finally: self.name, self.recipe = before
 
     def computed(self, args):
-        "Is none of them a weight?"
+        "Is none of the arguments a weight?"
         return not any(_place(t) in self.weights for t in args)
 
     def stays(self, name, args):
-        "Is it one of attention's products, and are they left alone?"
+        "Is this one of attention's products, which stay as they are?"
         product = name == 'scaled_dot_product_attention' or name in _PLAIN and self.computed(args)
         return product and not self.attention
 
     def fits(self, name, args, kwargs):
-        "Does its twin know this call?"
+        "Does the converted function accept this call?"
         r, xs = self.recipe, [a for a in args if isinstance(a, Tensor)]
         if name in _CONVOLUTIONS: known = r.x.symmetric and r.w.symmetric      # no tiles
         elif name in _PLAIN: known = not kwargs                 # operands or `out=` given by name
@@ -355,13 +355,13 @@ _REFUSAL = ('Module {!r} computes {}, which is not converted to few bits: write 
             '(one scale a tensor) or scaled_dot_product_attention, or name the module in keep=.')
 
 class _Watch(TorchDispatchMode):
-    "An error at a product that nobody has converted"
+    "Raises an error at a product that was not converted"
     def __init__(self, mode):
         super().__init__()
         self.mode = mode
 
     def multiplies(self, func, args):
-        "A product that is to be converted? Of an op that is not torch's own nobody knows"
+        "Is the op a product to be converted? An op from outside torch counts as one"
         xs = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
         unknown = func.namespace not in ('aten', 'prim', 'prims') and len(xs) > 1
         product = is_product(func, args) or func in WHOLE_LAYERS or unknown
@@ -398,10 +398,10 @@ def simulate_fp8(
     model:nn.Module, # any; it is not changed
     recipe=Recipe(), # a Recipe, or a name in `RECIPES`
     keep=(), # patterns of names: these modules and their parts stay as they are, say 'head' or 'blocks.0.*'
-    filter:Callable=None, # (module, name) -> is what this module itself computes converted? None: in all of them
+    filter:Callable=None, # (module, name) -> bool: convert what this module itself computes? None: in all modules
     attention:bool=True, # False: attention's two products, and others without a weight, stay as they are
 )->nn.Module: # a copy with the same parameters; `.not_converted` names its modules that stay in FP32
-    "Every linear layer, attention, convolution and product in a model's forward in few bits, or a ValueError"
+    "Convert every linear layer, attention, convolution and product of a model to few bits, or raise a ValueError"
     refuse_script(model)
     if not isinstance(recipe, Recipe) and recipe not in RECIPES:
         raise ValueError(f'There is no recipe {recipe!r}: take one of {", ".join(RECIPES)}, or make a Recipe.')

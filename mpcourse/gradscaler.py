@@ -21,7 +21,7 @@ from .step import deciding_ranks, GradStats, named_gradients, skips_itself
 
 # %% ../nbs/11_gradscaler.ipynb #17c4ed01
 def _of_policy(name, default):
-    "A number that torch's methods read and write, and that belongs to the policy, if it has it"
+    "A property for a number that torch's methods read and write; the policy holds it, if it has it"
     def read(self): return getattr(self.policy, name, default)
     def write(self, value):
         if name not in self.policy.config or 'stats' not in vars(self): return
@@ -31,7 +31,7 @@ def _of_policy(name, default):
     return property(read, write)
 
 def _once_ready(name):
-    "A tensor of the policy's; None before the first loss has shown on which device it belongs"
+    "A property for a tensor of the policy; None before the first loss has shown its device"
     def read(self):
         if not self._ready: return None
         return self.policy._buffers[name] if name in self.policy._buffers else torch.tensor(0)
@@ -41,7 +41,7 @@ def _once_ready(name):
 class GradScaler(torch.amp.GradScaler):
     "torch.amp.GradScaler with any policy of ours: change the import, keep the loop"
     def __init__(self,
-        device:str=None, # 'cuda', 'cpu' …; None: that of the first loss. Or the policy
+        device:str=None, # 'cuda', 'cpu' …; None: that of the first loss; the policy may stand here, too
         init_scale:float=None, # of torch's rule: 2^16 if None
         growth_factor:float=None, # of torch's rule: 2 if None
         backoff_factor:float=None, # of torch's rule: 0.5 if None
@@ -58,15 +58,15 @@ class GradScaler(torch.amp.GradScaler):
                      backoff_factor=backoff_factor, growth_interval=growth_interval)
         given = {n: v for n, v in given.items() if v is not None}
         if policy is not None and given:
-            raise ValueError(f'{", ".join(given)} beside a policy would be lost: pass it to the policy.')
+            raise ValueError(f'{", ".join(given)} would be ignored beside a policy: pass it to the policy.')
         policy = DynamicScaler(**given) if policy is None else policy
         if not isinstance(policy, LossScaler):
-            raise ValueError(f'{policy!r} is no loss scaler: make one, as DynamicScaler().')
+            raise ValueError(f'{policy!r} is not a loss scaler: make one, such as DynamicScaler().')
         if type(policy).inv_scale is not LossScaler.inv_scale:
-            raise ValueError(f'{policy!r} has a scale for each layer: take MixedStep.')
+            raise ValueError(f'{policy!r} has a scale for each layer, and GradScaler has one: take MixedStep.')
         try: kind = 'cpu' if device is None else torch.device(device).type
         except (RuntimeError, TypeError): raise ValueError(
-            f'{device!r:.60} is not a device. Give a policy as an object, as GradScaler(DynamicScaler()) or '
+            f'{device!r:.60} is not a device. Give a policy as an object: GradScaler(DynamicScaler()) or '
             "GradScaler(get_policy('megatron')), a model as GradScaler(model=model), "
             'and a first scale by its name, init_scale=.') from None
         if isinstance(model, (list, tuple)): model = nn.ModuleList(model)
@@ -86,7 +86,7 @@ class GradScaler(torch.amp.GradScaler):
 # %% ../nbs/11_gradscaler.ipynb #7eba45ef
 @patch
 def _lazy_init_scale_growth_tracker(self:GradScaler, dev):
-    "As torch's: at the first loss the state moves to its device; Accelerate calls this, too"
+    "As torch's: move the state to the device of the first loss; Accelerate calls this, too"
     self.policy.to(dev)
     self._ready, self._device = True, self._device or torch.device(dev).type
 
@@ -108,7 +108,7 @@ def _numbers(g): return g.coalesce()._values() if g.is_sparse else g
 
 @patch
 def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16):
-    "Where all of torch's looks end: count what the policy wants, look, unscale; one sum over ranks"
+    "Called whenever torch unscales: count what the policy wants, check, unscale, and add up over ranks"
     stats, torchs = self.stats, torch.amp.GradScaler._unscale_grads_
     if stats.counted: stats.count([_numbers(g) for _, g, _ in named_gradients(optimizer)])
     flags = [*torchs(self, optimizer, inv_scale, found_inf, allow_fp16).values()]
@@ -130,7 +130,7 @@ def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16
 # %% ../nbs/11_gradscaler.ipynb #52c6c385
 @patch
 def _maybe_opt_step(self:GradScaler, optimizer, state, *args, **kwargs):
-    "Torch's own, which remembers what it has read, and whose gradients were not finite"
+    "As torch's; remember whether the step was taken, and whose gradients were not finite"
     state['taken'] = not sum(flag.item() for flag in state['found_inf_per_device'].values())
     if state['taken']: return optimizer.step(*args, **kwargs)
     named = self.stats.gradients(optimizer)
@@ -142,7 +142,7 @@ def step(self:GradScaler,
     *args, # for its step
     **kwargs, # for its step; no closure
 ): # what the optimizer's step returns; None if it was skipped
-    "As torch's; a fused optimizer skips by itself on the device, and nobody waits"
+    "As torch's; a fused optimizer skips by itself on the device, so the host does not wait"
     torchs, fused = torch.amp.GradScaler.step, getattr(optimizer, '_step_supports_amp_scaling', False)
     if not (self._ready and fused): return torchs(self, optimizer, *args, **kwargs)
     ready = self._per_optimizer_states[id(optimizer)]['stage'] is OptState.READY
@@ -156,7 +156,7 @@ def step(self:GradScaler,
 # %% ../nbs/11_gradscaler.ipynb #e1f2d639
 @patch
 def update(self:GradScaler,
-    new_scale=None, # a float or a tensor: the next scale, whatever the policy thinks
+    new_scale=None, # a float or a tensor: the next scale, in place of the policy's
 ):
     "Let the policy choose the next scale; ValueError for a number that cannot work as one"
     if not self._enabled: return
@@ -171,7 +171,7 @@ def update(self:GradScaler,
 
 @patch
 def _decide(self:GradScaler, states):
-    "What all optimizers' gradients have shown, added up, goes to the policy"
+    "Add up what all optimizers' gradients have shown, and let the policy decide"
     stats, seen, taken = self.stats, states[0]['seen'], [s.get('taken') for s in states]
     if len(states) > 1:
         stats.reset()
@@ -196,11 +196,11 @@ def _warn_of_buffers(self:GradScaler, out):
         lost = self._lost
     if not lost.item(): return
     self._told = True
-    cure = 'GradScaler(model=model) puts it back. Of a compiled model give the compiled one.'
+    cure = 'GradScaler(model=model) puts it back. For a compiled model, give the compiled one.'
     if given: cure = (f'no forward pass of the {type(self.model).__name__} given to GradScaler was seen. '
                       'Give the module that you call.')
-    warn_user("A step was skipped, but what its forward pass wrote into buffers, as BatchNorm's statistics, "
-              f'stays: {cure}')
+    warn_user("A step was skipped, but what its forward pass wrote into buffers, such as BatchNorm's "
+              f'statistics, stays: {cure}')
 
 # %% ../nbs/11_gradscaler.ipynb #8044a842
 @patch
@@ -219,7 +219,7 @@ def load_state_dict(self:GradScaler,
     if 'policy' in state: self.policy.load_state_dict(state['policy'])
     elif state and not own: raise ValueError(
         f"{self.policy!r} does not follow torch's rule: "
-        f"begin with init_scale={state['scale']}, the old scale.")
+        f"build it with init_scale={state['scale']}, the old scale.")
     elif state:
         torchs = ('init_scale', 'growth_factor', 'backoff_factor', 'growth_interval')
         more = {n: v for n, v in self.policy.config.items() if n not in torchs}
@@ -228,7 +228,7 @@ def load_state_dict(self:GradScaler,
 
 @patch
 def __getstate__(self:GradScaler):
-    "As torch's; model, ranks and what was seen stay behind"
+    "As torch's, without the model, the ranks and what was seen"
     state = torch.amp.GradScaler.__getstate__(self)
     for n in ('_scale', '_growth_tracker'): state.pop(n, None)
     return state | dict(_ready=False, stats=None, model=None, group=None, last_outcome=None)

@@ -44,7 +44,7 @@ def half_dtype(
     names = dict(fp16=torch.float16, float16=torch.float16, bf16=torch.bfloat16, bfloat16=torch.bfloat16)
     found = names.get(dtype, dtype)
     if found in HALVES: return found
-    raise ValueError(f"Half precision is torch.float16 or torch.bfloat16, also 'fp16' or 'bf16', not {dtype!r}.")
+    raise ValueError(f"{dtype!r} is not a half precision: take torch.float16 or torch.bfloat16, also 'fp16' or 'bf16'.")
 
 def keeps_fp32(
     m:nn.Module, # a module
@@ -55,19 +55,19 @@ def keeps_fp32(
 def weight_parts(
     m:nn.Module, # a module
 )->set: # names of its parameters; empty for most modules
-    "Of which parameters a hook makes the weight: `torch.nn.utils.spectral_norm` and `weight_norm`"
+    "The parameters from which a hook makes the weight, as `torch.nn.utils.spectral_norm` and `weight_norm` do"
     hooks = [h for h in m._forward_pre_hooks.values() if isinstance(h, (SpectralNorm, WeightNorm))]
     return {h.name + end for h in hooks for end in ('_orig', '_g', '_v')}
 
 def _floats(model):
     "(name, tensor, its module, is it a buffer?) of every floating-point tensor; tied ones once for each name"
     if not isinstance(model, nn.Module):
-        raise TypeError(f'A model is wanted, an nn.Module, not a {type(model).__name__}.')
+        raise TypeError(f'{type(model).__name__} is not a model: give an nn.Module.')
     for path, m in model.named_modules(remove_duplicate=False):
         for tensors in (m._parameters, m._buffers):
             for n, t in tensors.items():
                 if t is None or not t.is_floating_point(): continue
-                if is_lazy(t): raise ValueError(f'{path}.{n} has no shape yet: show the model a batch in FP32 first.')
+                if is_lazy(t): raise ValueError(f'{path}.{n} has no shape yet: run a batch in FP32 first.')
                 yield f'{path}.{n}'.lstrip('.'), t, m, tensors is m._buffers
 
 # %% ../nbs/06_half.ipynb #08c4ed01
@@ -76,14 +76,14 @@ def refuse_script(
 ):
     "ValueError for TorchScript, whose forward cannot be replaced"
     if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
-        raise ValueError(f'{type(model).__name__} is TorchScript: convert the Python model, and script it then.')
+        raise ValueError(f'{type(model).__name__} is TorchScript: convert the Python model, then script it.')
 
 # %% ../nbs/06_half.ipynb #472d42c6
 def cast_policy(
     model:nn.Module, # any model; it is not changed
     dtype:str|torch.dtype='fp16', # as for `half_dtype`
 )->dict: # name -> dtype of every parameter and floating-point buffer; integers are not listed
-    "Buffers, norms and losses in float32, all else in `dtype`; ValueError where that cannot be"
+    "Buffers, norms and losses in float32, all else in `dtype`; ValueError if that is not possible"
     dtype, policy, firsts = half_dtype(dtype), {}, {}
     found = list(_floats(model))
     refuse_script(model)
@@ -126,13 +126,13 @@ def cast(
 
 # %% ../nbs/06_half.ipynb #f7dad9ab
 class WrappedForward:
-    "Stands for a module's `forward`, which is kept as `plain`; what it does instead is said by a subclass"
+    "Takes the place of a module's `forward`, which is kept as `plain`; a subclass says what it does instead"
     def __init__(self, module, dtype):
         self.module, self.dtype, self.plain = module, dtype, module.forward
         update_wrapper(self, self.plain)
 
 class FP32Forward(WrappedForward):
-    "A module's `forward` in FP32, whatever floats come in; half goes out, but for a loss"
+    "A module's `forward` in FP32 on any floats; the output is cast back to half, except that of a loss"
     def __call__(self, *args, **kwargs):
         given = (x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         args, kwargs = cast((args, kwargs), torch.float32)
@@ -146,7 +146,7 @@ MIXED = {nn.BatchNorm1d: ('cpu', 'cuda'), nn.BatchNorm2d: ('cpu', 'cuda'), nn.Ba
 def takes_half(
     m:nn.Module, # a norm
 )->bool:
-    "Can this norm be given half inputs, and computes in FP32 all the same?"
+    "Does this norm accept half inputs and still compute in FP32?"
     t = next((t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None), None)
     return t is not None and t.device.type in MIXED.get(type(m), ())
 
@@ -155,7 +155,7 @@ def as_came_in(
     args:tuple, # what a module was given
     out, # what it returned
 ):  # the output; as half where half came in and float32 of the same shape goes out
-    "Hand half on, as a module without FP32 buffers would"
+    "Return half outputs, as a module without FP32 buffers would"
     x = args[0] if args else None
     if not (isinstance(x, Tensor) and isinstance(out, Tensor)): return out
     widened = x.dtype in HALVES and out.dtype == torch.float32 and out.shape == x.shape
@@ -164,7 +164,7 @@ def as_came_in(
 def holds_fp32(
     m:nn.Module, # a module; its parts are not looked at
 )->bool:
-    "Does it hold FP32 numbers that half ones will meet: buffers, or a weight that a hook makes?"
+    "Does the module hold FP32 numbers that meet half ones: buffers, or a weight that a hook makes?"
     buffers = any(b is not None and b.is_floating_point() for b in m._buffers.values())
     return not keeps_fp32(m) and (buffers or bool(weight_parts(m)))
 
@@ -188,7 +188,7 @@ def _set_dtypes(model, policy):
     for m in model.modules():
         if isinstance(m, nn.RNNBase): m.flatten_parameters()    # cuDNN wants them in one piece
 
-# what lets PyTorch pass over modules in evaluation, in kernels of its own
+# flags that let PyTorch skip modules in evaluation and use its own kernels instead
 SHORTCUTS = {nn.TransformerEncoder: 'use_nested_tensor', nn.TransformerEncoderLayer: 'activation_relu_or_gelu'}
 
 def _remove_casts(model):
@@ -234,7 +234,7 @@ def clamp_infinite(
 
 # %% ../nbs/06_half.ipynb #948af7bd
 class Handles(list):
-    "Handles of hooks, which go together; a context, too"
+    "Handles of hooks that are removed together; also a context"
     def remove(self):
         "Remove the hooks; a second time does nothing"
         for h in self: h.remove()
@@ -244,14 +244,14 @@ class Handles(list):
 
 # %% ../nbs/06_half.ipynb #e3f69446
 class ClampInfinite:
-    "A forward hook: what a module returns has no infinity in it"
+    "A forward hook that replaces infinities in what a module returns"
     def __call__(self, module, args, out): return clamp_infinite(out)
 
 def clamp_hooks(
     model:nn.Module, # any model
     kinds=nn.Module, # a class of layers, or a tuple of them: those that get the hook
 )->Handles: # call its `remove()`, or use it as a context
-    "Put `ClampInfinite` on layers, by default on all: on blocks, for their sums, and on what is in them"
+    "Put `ClampInfinite` on layers, by default on all modules: on blocks, for their sums, and on the layers in them"
     return Handles(m.register_forward_hook(ClampInfinite()) for m in model.modules() if isinstance(m, kinds))
 
 # %% ../nbs/06_half.ipynb #0cd5d15a
@@ -266,7 +266,7 @@ def saved_bytes(
     *args, # its inputs
     call=None, # what to call in place of the model
 )->int: # bytes, without parameters and buffers
-    "Memory of what autograd keeps of a forward pass for the backward pass"
+    "Memory of the tensors that autograd keeps from a forward pass for the backward pass"
     held, own = {}, {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     def pack(t):
         ptr, seen = t.untyped_storage().data_ptr(), min(t.numel()*t.element_size(), t.untyped_storage().nbytes())

@@ -28,7 +28,7 @@ SCALED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d) # these have a factor
 def contraction(
     layer:nn.Module, # linear or convolutional
 )->int: # outputs, times the size of the kernel, within a group
-    "How many terms are added up in one entry of the gradient of a layer's input"
+    "The number of terms that one entry of the gradient of a layer's input sums"
     return prod(layer.weight.shape[2:])*layer.weight.shape[0]//getattr(layer, 'groups', 1)
 
 def layer_factor(
@@ -37,24 +37,24 @@ def layer_factor(
     share:float=1e-3, # allowed to underflow: T in the paper
     cap:float=2.**10, # no factor is larger
 )->Tensor: # powers of two
-    "Zhao et al. 2019: as small as the share allows, at least 1, never so large as to overflow"
+    "The factor of Zhao et al. 2019: as small as the share allows, at least 1, never so large as to overflow"
     least = U_MIN/(sqrt(2)*torch.tensor(share, dtype=torch.float64).erfinv().item())
     want = (least/sigma).clamp(1, cap).minimum(U_MAX/top)
     return torch.ldexp(torch.ones_like(want), want.frexp().exponent - 1)
 
 # %% ../nbs/20_layerwise.ipynb #cc6704ee
 def common_scale(
-    scales:list, # that the gradients carry which are about to be added
+    scales:list, # of the gradients that are about to be added
     bound:float=inf, # the largest that overflows none of them
 )->float: # the scale of the sum
-    "The largest scale that overflows no branch; the smallest, if all of them might"
+    "The largest scale that overflows no branch; the smallest, if every one might overflow"
     return max((s for s in scales if s <= bound), default=min(scales))
 
 # %% ../nbs/20_layerwise.ipynb #a02b1c66
 def ordered(
     roots:list, # nodes: the `grad_fn` of losses
 )->list: # of nodes
-    "The nodes of autograd's graph, each after all those that hand gradients to it"
+    "The nodes of autograd's graph, each after all nodes that hand gradients to it"
     after, stack = {}, list(roots)
     while stack:
         node = stack.pop()
@@ -79,7 +79,7 @@ class LayerwiseWatch:
     def __init__(self, scaler, model):
         modules = dict(model.named_modules())
         gone = [n for n in scaler.layers if not isinstance(modules.get(n), SCALED)]
-        if gone: raise ValueError(f'{gone[0]} is no linear or convolutional layer of this '
+        if gone: raise ValueError(f'{gone[0]} is not a linear or convolutional layer of this '
                                   f'{type(model).__name__}: take LayerwiseScaler(model).')
         self.scaler, self.layers, self.active = scaler, [modules[n] for n in scaler.layers], True
         self.names = {p: n for n, p in model.named_parameters()}
@@ -90,15 +90,15 @@ class LayerwiseWatch:
         self.reset()
 
     def reset(self):
-        "Forget what was counted: a step begins"
+        "Forget what was counted, since a step begins"
         self.sums, self.carried = {}, {}
 
     def mark(self, i, module, args, out):
-        "Remember, on the node itself, that it is a layer"
+        "Remember, on the node itself, that it belongs to a layer"
         if out.grad_fn is not None: out.grad_fn.metadata[self] = i
 
     def remove(self):
-        "Take the hooks out"
+        "Remove the hooks"
         for h in self.hooks: h.remove()
         self.active = False
 
@@ -144,7 +144,8 @@ def handed_on(self:LayerwiseWatch,
     "At a layer the scale becomes the layer's; any other node passes it through"
     if self not in node.metadata: return carried, bound
     i, node.metadata[self] = node.metadata[self], None
-    if i is None: raise ValueError('This graph was scaled before: scale all its losses in one call.')
+    if i is None: raise ValueError(
+        'This graph was scaled already, and a graph is scaled once: scale all its losses in one call.')
     new = self.factors[i] or carried
     if self.counting or new != carried:
         node.register_prehook(partial(self.scale, i, new, new/carried, self.counting))
@@ -156,10 +157,10 @@ def scale(self:LayerwiseWatch,
     i:int, # which layer
     carried:float, # the scale that its gradient shall carry
     factor:float, # by which it has to be multiplied for that
-    counting:bool, # count?
+    counting:bool, # whether to count it
     grads:tuple, # the gradient of the layer's output
 )->tuple: # the same, scaled
-    "A hook: multiply, and count"
+    "A hook that multiplies a gradient and counts it"
     if grads[0] is None: return grads
     g = grads[0]*factor
     if counting: self.count(i, carried, g)
@@ -169,7 +170,7 @@ def scale(self:LayerwiseWatch,
 def count(self:LayerwiseWatch,
     i:int, # which layer
     carried:float, # the scale in its gradient
-    g:Tensor, # which is this
+    g:Tensor, # the gradient
 ):
     "Add up the squares of gradient times weight, and keep the largest"
     layer, kept = self.layers[i], KeptBuffers(self.layers[i])
@@ -196,18 +197,18 @@ def read(self:LayerwiseWatch)->dict: # {name: 0-dim tensor}; nothing where no st
 class LayerwiseScaler(LossScaler):
     "A loss scale, and a factor for each linear and convolutional layer (Zhao et al. 2019)"
     def __init__(self,
-        layers, # the model, all of whose such layers get a factor, or names of layers
+        layers, # the model, whose linear and convolutional layers all get a factor, or names of such layers
         init_scale:float=1., # the loss scale; it only ever falls
         share:float=1e-3, # of each layer's gradient that may underflow, T
         cap:float=2.**10, # the largest factor
-        every:int=1, # choose the factors in one step of so many
+        every:int=1, # steps from one choice of the factors to the next
         **config, # as for LossScaler: hold, min_scale, max_scale
     ):
         if isinstance(layers, nn.Module):
             layers = [n for n, m in layers.named_modules() if isinstance(m, SCALED)]
-        if not layers: raise ValueError('There is no linear and no convolutional layer.')
-        valid_number('share', share, lambda x: 0 < x < 1, 'it is a share, take 0.001')
-        valid_number('cap', cap, lambda x: 1 <= x <= 2.**100, 'take 1 to 2^100')
+        if not layers: raise ValueError('There is no linear or convolutional layer to scale: take another scaler.')
+        valid_number('share', share, lambda x: 0 < x < 1, 'it is a share, so take one such as 0.001')
+        valid_number('cap', cap, lambda x: 1 <= x <= 2.**100, 'a factor is at least 1, so take 1 to 2^100')
         valid_steps('every', every, 1)
         config |= dict(layers=list(layers), share=share, cap=cap, every=every)
         super().__init__(init_scale, **config)
@@ -220,23 +221,23 @@ class LayerwiseScaler(LossScaler):
     def __getstate__(self): return vars(self) | dict(watched=None)
 
     def watch(self, model):
-        "Hook into the model's layers; ValueError if it has not got them"
-        if model is None: raise ValueError(f'{self!r} watches the model: give it.')
+        "Hook into the model's layers; ValueError if it does not have them"
+        if model is None: raise ValueError(f'{self!r} watches the model, and none was given: pass model=.')
         self.watched = LayerwiseWatch(self, model)
         return self.watched
 
     def scale_loss(self, loss):
-        "The loss times the scale; the scales of all gradients are planned"
+        "The loss times the scale; plans the scales of all gradients"
         scaled, nodes = super().scale_loss(loss), [l.grad_fn for l in tree_leaves(loss)]
         if self.watched: self.watched.plan([n for n in nodes if n is not None])
         return scaled
 
     def inv_scale(self, name=None):
-        "For the parameter with this name; ValueError if no planned pass has reached it"
+        "What takes the scale out of a parameter's gradient; ValueError if no planned pass has reached it"
         carried = self.watched.carried if self.watched else {}
         if name not in carried: raise ValueError(
-            f'{name}: which scale does this gradient carry? Watch the model, scale its loss, name '
-            'gradients as named_gradients(opt, model), and checkpoint with use_reentrant=False.')
+            f'The scale in the gradient of {name} is not known: watch the model, scale its loss, name '
+            'gradients with named_gradients(opt, model), and checkpoint with use_reentrant=False.')
         return super().inv_scale()/carried[name]
 
 # %% ../nbs/20_layerwise.ipynb #8dfb0cb6
@@ -255,7 +256,7 @@ def next_scale(self:LayerwiseScaler, stats):
 def choose(self:LayerwiseScaler,
     stats:dict, # {name: 0-dim tensor}, with those of all layers
 ):
-    "Each layer's factor from its own statistics; 0 where all was zero, or not finite"
+    "Choose each layer's factor from its statistics; 0 where they are all zero, or not finite"
     def stacked(*kind): return torch.stack([stats[(*kind, n)] for n in self.layers])
     carried, peak = stacked('amax', 'carried'), stacked('amax', 'peak')
     sigma = (stacked('squares')/stacked('numel')).sqrt()

@@ -30,7 +30,7 @@ from .underflow import note_flushed
 
 # %% ../nbs/89_learner.ipynb #89c4ec0a
 class MonitorCB(ContextCB):
-    "A `TensorCollector` for a Learner: it finds the optimizer and the scaler, and its hooks are gone when fit is"
+    "A `TensorCollector` for a Learner; it finds optimizer and scaler, and takes its hooks off at the end of fit"
     order = 95 # after the step and everything that belongs to it
     def __init__(self,
         every=10, # as for `TensorCollector`
@@ -42,14 +42,14 @@ class MonitorCB(ContextCB):
         return dict(_do_epoch=self.one_epoch)
 
     def before_fit(self):
-        "A collector for the model; that of an earlier fit goes on"
+        "Make a collector for the model, or continue with that of an earlier fit"
         if not is_training(self.learn): return
         self.collector = self.collector or TensorCollector(self.learn.model, **self.kwargs)
         self.collector.close()
 
     @contextmanager
     def one_epoch(self):
-        "Hooks while an epoch runs, and no longer, whatever happens"
+        "Put hooks on while an epoch runs, and take them off after it, also after an exception"
         c, learn = self.collector, self.learn
         if is_training(learn):
             c.model, c.opt = learn.model, self.kwargs.get('opt', learn.opt)
@@ -61,13 +61,13 @@ class MonitorCB(ContextCB):
             if c: c.close()
 
     def before_batch(self):
-        "After a checkpoint was read the steps are counted on from there"
+        "Continue the count of steps after a checkpoint was read"
         if not is_training(self.learn) or self.collector.n == self.steps: return
         self.collector.n = self.steps
         self.collector.open()
 
     def after_step(self):
-        "A step was taken, or skipped"
+        "Note the end of a step, taken or skipped"
         if not is_training(self.learn): return
         self.collector.step(self.learn.loss)
         self.steps = self.collector.n
@@ -89,7 +89,7 @@ def switch(self:MixedPrecisionCB,
     scaler:LossScaler=None, # the policy from the next batch on; BF16 takes none
     dtype='fp16', # or 'bf16'
 ):
-    "Go on with another scheme, in a fit, between two batches; gradients that wait are dropped"
+    "Change the scheme during a fit, between two batches; gradients that were accumulated are dropped"
     self.dtype, self.scaler = valid_scheme(dtype, scaler), scaler or StaticScaler(1.)
     self.learn.opt.zero_grad()                          # the old scale is in what waits
     if self.stats.watched: self.stats.watched.remove()
@@ -98,7 +98,7 @@ def switch(self:MixedPrecisionCB,
 
 # %% ../nbs/89_learner.ipynb #00d388f6
 class WarnCB(Callback):
-    "Reads the `MonitorCB` beside it, which it tells what is flushed, and acts at the first warning"
+    "Adds the flushed shares to the Learner's `MonitorCB`, judges its collections, and acts at the first warning"
     order = 96 # after `MonitorCB`
     def __init__(self,
         on_warn=lambda verdict, learn: warn_user(str(verdict)), # (verdict, learner) -> what to do
@@ -106,7 +106,7 @@ class WarnCB(Callback):
     ): self.on_warn, self.limit, self.verdict, self.warning = on_warn, limit, None, None
 
     def before_batch(self):
-        "Probe the micro-batch, where a collection is due"
+        "Probe the micro-batch, if a collection is due"
         c, mixed = self.learn.monitor_cb.collector, getattr(self.learn, 'mixed_precision_cb', None)
         if not self.learn.training or c is None or c.seen is None or mixed is None: return
         xs, ys = self.learn.xb, self.learn.yb
@@ -116,7 +116,7 @@ class WarnCB(Callback):
         note_flushed(c, batch, self.learn.loss_func, dtype=mixed.dtype, compute=compute)
 
     def after_step(self):
-        "A verdict on the latest collections; the first warning is kept, and acted on"
+        "Judge the latest collections; keep the first warning, and act on it"
         c = self.learn.monitor_cb.collector
         if not c.entries or c.entries[-1][0] != c.n - 1 or 'flushed' not in c.entries[-1][-1]: return
         self.verdict = early_warning(c.frame(10), self.limit)
@@ -127,7 +127,7 @@ class WarnCB(Callback):
 # %% ../nbs/89_learner.ipynb #89c4ec06
 @dataclass
 class ALSFrame:
-    "What ALS saw in one step, and what it made of it"
+    "What ALS saw in one step, and what it decided"
     step:int # its number
     hist:Log2Hist # of the scaled gradients that count
     above:int # how many of them lie above the edge
@@ -154,7 +154,7 @@ class ALSViewCB(Callback):
         "Find the scaler; ValueError if there is none, or another one"
         scalers = [c.scaler for c in self.learn.cbs if isinstance(c, MixedPrecisionCB)]
         if not scalers or not isinstance(scalers[0], ALSScaler):
-            raise ValueError('There is no ALSScaler to look at: say learn.to_mixed(ALSScaler()) first.')
+            raise ValueError('There is no ALSScaler to look at: call learn.to_mixed(ALSScaler()) first.')
         if self.learn.lock.locked(): return                  # a validation
         self.after_fit()
         self.scaler, self.frames, self.scales = scalers[0], [], []
@@ -168,7 +168,7 @@ class ALSViewCB(Callback):
         if s.weights: self.hooks.append(TensorHooks(*see, 'weight_grad'))
 
     def begin(self):
-        "A step begins: is it looked at?"
+        "Begin a step, and decide whether it is looked at"
         for h in self.hooks: h.active = len(self.scales) % self.every == 0
         self.counts, self.zeros, self.bad, self.above = torch.zeros(64, dtype=torch.int64), 0, 0, 0
         self.scale = self.scaler.scale.item()
@@ -182,7 +182,7 @@ class ALSViewCB(Callback):
         self.above += int((~(g.abs() < self.scaler.edge)).sum())
 
     def after_batch(self):
-        "Keep the picture, show it, and begin anew"
+        "Keep the picture, show it, and begin the next step"
         if not self.training or not self.hooks: return
         if self.hooks[0].active:
             hist = Log2Hist(torch.arange(64) - 40, self.counts, self.zeros, self.bad)
@@ -193,7 +193,7 @@ class ALSViewCB(Callback):
         self.begin()
 
     def after_fit(self):
-        "Take the hooks out; the pictures stay"
+        "Remove the hooks; the pictures stay"
         while self.hooks: self.hooks.pop().remove()
 
 # %% ../nbs/89_learner.ipynb #89c4ec26
@@ -226,16 +226,16 @@ def show(self:ALSViewCB):
 
 # %% ../nbs/89_learner.ipynb #89c4ec08
 class RunningMeanCB(Callback):
-    "One step for `n_acc` examples or more, whose gradients are averaged as they come"
+    "One step for `n_acc` examples or more, whose gradients are averaged as they arrive"
     order, run_valid = 6, False # before MixedPrecisionCB and GradientClip
     def __init__(self, n_acc=32): self.n_acc = n_acc
 
     def before_fit(self):
-        "Begin anew"
+        "Begin with an empty mean"
         self.mean = RunningMean(self.learn.model.parameters())
 
     def before_step(self):
-        "Step only when there are enough"
+        "Step only when there are enough examples"
         self.mean.add(find_bs(self.learn.yb))
         if self.mean.seen < self.n_acc: raise CancelBatchException
         self.mean.put()

@@ -23,7 +23,7 @@ def group_params(
     return [[g] if isinstance(g, Tensor) else list(g) for g in groups]
 
 def _wide(t):
-    "A tensor without its graph, its floats in FP32, or in FP64 if they are"
+    "A tensor without its graph, its floats in FP32, or in FP64 if they were in FP64"
     return t.detach().to(torch.promote_types(t.dtype, torch.float32)) if t.is_floating_point() else t
 
 # %% ../nbs/07_master.ipynb #adede181
@@ -33,7 +33,7 @@ def get_master(
 )->tuple: # (model_groups, master_groups): lists of lists; the masters are FP32 parameters with the current values
     "Masters of all trainable parameters, group by group. Call it before the model is rounded"
     groups = [[p for p in g if p.requires_grad] for g in group_params(opt_or_groups)]
-    if not any(groups): raise ValueError(f'No parameter of {opt_or_groups!r} has requires_grad=True.')
+    if not any(groups): raise ValueError(f'No parameter of {opt_or_groups!r} has requires_grad=True: unfreeze one.')
     n = sum(p.element_size() < 4 for g in groups for p in g)
     if n: warnings.warn(f'{n} parameters have 16 bits or fewer already: their masters start from rounded values. '
                         'Call get_master before the model is put in half precision.', stacklevel=2)
@@ -84,10 +84,10 @@ def _set_groups(opt, groups):
 # %% ../nbs/07_master.ipynb #5ec612ce
 def exchange_params(
     opt, # an optimizer of torch's or fastai's kind
-    old:list, # lists of parameters that it moves, as both of `get_master`
+    old:list, # lists of parameters that it moves, such as either result of `get_master`
     new:list, # those that it is to move, one for each
 ):
-    "Let an optimizer move other parameters, in the same places; their state goes along"
+    "Give an optimizer other parameters in the same places; each one takes over the state"
     if [*map(len, old)] != [*map(len, new)]: raise ValueError(
         f'Parameters are exchanged one for one, and the groups have {[*map(len, old)]} and {[*map(len, new)]} of them: '
         'build a new optimizer on flat masters.')

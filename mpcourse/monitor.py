@@ -25,7 +25,7 @@ from .scaler import LossScaler
 
 # %% ../nbs/15_monitor.ipynb #18m00026
 class OwnedHook:
-    "Calls a method of an owner, which it holds weakly; its copy, pickled or deep, calls nothing"
+    "Calls a method of an owner, which it holds weakly; its pickled or deep copies call nothing"
     def __init__(self, owner=None, method='', *first):
         self.owner, self.method, self.first = owner and weakref.ref(owner), method, first
 
@@ -43,10 +43,10 @@ HOOKED = ('input', 'activation', 'activation_grad', 'weight_grad')  # what a hoo
 
 def validate_choice(
     names, # one name, or several
-    known, # what there is
+    known, # the names that exist
     what:str, # what they are, for the message
 )->tuple: # of names
-    "ValueError for a name that there is not"
+    "The names as a tuple; ValueError for a name that does not exist"
     names = (names,) if isinstance(names, str) else tuple(names)
     bad = [n for n in names if n not in known]
     if bad or not names:
@@ -57,10 +57,10 @@ def validate_choice(
 #| code-fold: true
 def match_names(
     patterns, # None: all; a glob such as '*.attn*', a function of a name, or a list of these
-    names, # what there is
+    names, # the names that exist
     what:str='module', # what they are names of, for the message
 )->list: # those that match, in the order of `names`
-    "Choose names; ValueError for a pattern that matches none"
+    "Choose names by patterns; ValueError for a pattern that matches none"
     names = list(names)
     if patterns is None: return names
     patterns = [patterns] if isinstance(patterns, str) or callable(patterns) else list(patterns)
@@ -75,7 +75,7 @@ def named_tensors(
     name:str, # of the nest
     x, # a tensor, or a nest of dicts, lists and tuples
 )->list: # of (name, tensor)
-    "Each floating tensor in a nest; one that is alone has the bare name"
+    "Each floating tensor in a nest, with a name; a single one has the name of the nest"
     if isinstance(x, Tensor): return [(name, x)] if x.is_floating_point() and x.layout is torch.strided else []
     if not isinstance(x, (dict, list, tuple)): return []
     parts = list(x.items() if isinstance(x, dict) else enumerate(x))
@@ -91,11 +91,11 @@ def watched_modules(
     types=None, # classes of modules; None: layers that have parameters of their own, or no children
     root:bool=False, # the model itself, too
 )->dict: # name -> module; the model itself has the name of its class
-    "The modules that are worth a look"
+    "The modules whose tensors are shown"
     def takes(m): return bool(m._parameters) or not m._modules if types is None else isinstance(m, types)
     top = type(model).__name__
     found = {n or top: m for n, m in model.named_modules() if takes(m)}
-    if not found: raise ValueError(f'No module of {top} is a {types}.')
+    if not found: raise ValueError(f'No module of {top} is a {types}: give other types.')
     return found | ({top: model} if root else {})
 
 # %% ../nbs/15_monitor.ipynb #18m00031
@@ -107,9 +107,9 @@ class TensorHooks:
         kinds=('activation', 'activation_grad'), # of `HOOKED`
         names=None, # modules and parameters, as for `match_names`
         types=None, # classes of modules, as for `watched_modules`
-        accumulated:bool=False, # weights' gradients as they stand after each micro-batch, instead of what it adds
+        accumulated:bool=False, # weights' gradients as summed up after each micro-batch, not what each one adds
         root:bool=False, # the model itself, too
-        bare:bool=False, # `see` is called as things are: autograd as it is set, inside whatever modes are on
+        bare:bool=False, # call `see` without switching autograd and dispatch modes off
     ):
         self.kinds = validate_choice(kinds, HOOKED, 'kind for a hook')
         self.see, self.bare, self.active = see, bare, True
@@ -126,16 +126,16 @@ class TensorHooks:
         self._remove = weakref.finalize(self, lambda: [h.remove() for h in handles])
 
     def show(self, name, kind, t):
-        "Call the function"
+        "Call `see`"
         if self.bare: return self.see(name, kind, t)
         with torch.no_grad(), _disable_current_modes(): return self.see(name, kind, t)
 
     def inputs(self, module, args, kwargs):
-        "What the model is called with"
+        "Show what the model is called with"
         for n, t in named_tensors('input', {**dict(enumerate(args)), **kwargs}): self.show(n, 'input', t)
 
     def outputs(self, name, module, args, out):
-        "A layer's output, and a hook for its gradient; a checkpointed block, computed again, is shown once"
+        "Show a layer's output, and hook its gradient; a checkpointed block that is computed again is shown once"
         again = torch._C._current_graph_task_id() != -1
         for n, t in named_tensors(name, out):
             if 'activation' in self.kinds and not again: self.show(n, 'activation', t)
@@ -143,11 +143,11 @@ class TensorHooks:
             t.register_hook(OwnedHook(self, 'show', n, 'activation_grad'))
 
     def grown(self, name, p):
-        "A weight's gradient as it stands after a micro-batch"
+        "Show a weight's gradient as summed up after a micro-batch"
         self.show(name, 'weight_grad', p.grad)
 
     def remove(self):
-        "Take all hooks away; may be called twice"
+        "Remove all hooks; may be called twice"
         self._remove()
         self.active = False
 
@@ -178,7 +178,7 @@ def _block_sums(x):
 def merge_sums(
     rows:list, # of (9 or more,): from `tensor_sums`, then more sums
 )->Tensor: # one of them
-    "What was measured in parts, of the whole"
+    "The sums of a tensor from the sums of its parts"
     if len(rows) == 1: return rows[0]
     rows = torch.stack(rows)
     extremes = torch.stack([rows[:, 6].amin(), rows[:, 7].amax(), rows[:, 8].amin()])
@@ -195,7 +195,7 @@ def tensor_sums(
 def sums_to_stats(
     sums:Tensor, # (tensors, 9)
     names, # of `STATISTICS`
-    factor=1., # what each tensor is multiplied by, a number or (tensors,); shares do not feel it
+    factor=1., # what each tensor is multiplied by, a number or (tensors,); shares do not depend on it
 )->Tensor: # (tensors, names) float64; NaN for a tensor without elements
     "Statistics out of sums"
     n, total, abs_sum, squares, zeros, nonfinite, low, high, min_abs = sums.unbind(1)
@@ -233,7 +233,7 @@ def octave_counts(
 def counts_to_hist(
     counts:Tensor, # from `octave_counts`, on the host
 )->Log2Hist:
-    "What `plots.log2_hist` returns"
+    "The histogram that `plots.log2_hist` would return"
     zeros, inner, nonfinite = int(counts[0]), counts[1:-1].long(), int(counts[-1])
     live = inner.nonzero()[:, 0]
     lo, hi = (int(live[0]), int(live[-1]) + 1) if len(live) else (0, 0)
@@ -244,7 +244,7 @@ def inverse_scale(
     scaler, # a LossScaler, a GradScaler, a number, or None
     name:str=None, # of a parameter; None: of all other gradients
 ): # a number or a 0-dim tensor; NaN for activations where each layer has its own scale
-    "What takes this step's loss scale out of a gradient; nothing waits for the device"
+    "The factor that takes this step's loss scale out of a gradient, without waiting for the device"
     policy = getattr(scaler, 'policy', scaler)              # of our GradScaler
     if isinstance(policy, LossScaler):
         if name is None and type(policy).inv_scale is not LossScaler.inv_scale: return math.nan
@@ -264,29 +264,29 @@ class StepSums:
         self.remove = weakref.finalize(self, lambda: [h.remove() for h in handles])
 
     def forget(self):
-        "Nothing was seen"
+        "Forget what was seen"
         self.rows, self.factors, self.passes, self.differentiated = {}, {}, [], False
 
     def begin(self, module, args):
-        "A forward pass; forget the batch before it, if its gradients were cleared"
+        "Note a forward pass, and forget the batch before it if its gradients were cleared"
         if torch._C._current_graph_task_id() != -1: return            # a checkpointed model, computed again
         params = dict(self.model.named_parameters())
         if any(kind == 'weight_grad' and params[n].grad is None for n, kind in self.rows): self.forget()
         self.passes.append({})
 
     def end(self, module, args, out):
-        "Know when a gradient comes back into this pass"
+        "Hook the outputs, to know when a gradient comes back into this pass"
         for _, t in named_tensors('', out):
             if t.requires_grad and self.passes: t.register_hook(OwnedHook(self, 'count', self.passes[-1]))
 
     def count(self, seen, grad=None):
-        "A gradient has come: what its forward pass showed counts"
+        "Count what a forward pass showed, since a gradient has come back into it"
         for key, row in seen.items(): self.add(self.rows, key, row)
         seen.clear()
         self.differentiated = True
 
     def add(self, rows, key, row):
-        "Add to what a tensor of this name showed before; of a weight's gradient only what it has grown to counts"
+        "Add to what a tensor of this name showed before; a weight's gradient, itself a sum, replaces it"
         before = [rows[key]] if key in rows and key[1] != 'weight_grad' else []
         rows[key] = merge_sums([*before, row])
 
@@ -300,7 +300,7 @@ class StepSums:
         self.add(self.passes[-1] if kind in ('input', 'activation') else self.rows, (name, kind), row)
 
     def read(self):
-        "All sums by (name, kind); without any backward pass, of the forward passes"
+        "All sums by (name, kind); without a backward pass, those of the forward passes"
         if not self.differentiated:
             for seen in self.passes: self.count(seen)
         return self.rows
@@ -341,7 +341,7 @@ class CollectionLog:
             try: w(step, rows)
             except Exception as e:
                 self.writers.remove(w)
-                warnings.warn(f'{w} failed and is dropped, the training goes on: {e}', stacklevel=4)
+                warnings.warn(f'{w} failed ({e}) and is dropped; the training goes on.', stacklevel=4)
 
     def rows(self, entry):
         "A collection as dictionaries: step, name, kind, scale, a number a statistic, notes; 'hist' if asked for"
@@ -360,7 +360,7 @@ class CollectionLog:
         return [r for entry in self.entries for r in self.rows(entry)]
 
     def frame(self,
-        last:int=None, # of so many collections; None: of all that are remembered
+        last:int=None, # how many of the latest collections; None: all that are remembered
     ): # a pandas DataFrame, a row for each tensor and step
         "What is remembered, without histograms"
         import pandas as pd
@@ -393,11 +393,11 @@ class TensorCollector(CollectionLog):
 
     @property
     def due(self)->bool:
-        "Is the step that comes one to collect?"
+        "Is the coming step one to collect?"
         return bool(self.every(self.n)) if callable(self.every) else self.n % self.every == 0
 
     def open(self):
-        "A step begins, and nothing was seen of it; hooks are on the model only if it is due"
+        "Begin a step, with hooks on the model only if it is due"
         self.close()
         self.running = True
         if not self.due: return
@@ -407,7 +407,7 @@ class TensorCollector(CollectionLog):
         self.hooks = TensorHooks(self.model, self.seen.see, kinds, self.chosen.__contains__, self.types, True, True)
 
     def close(self):
-        "Take the hooks away; may be called twice, and undone by `open`"
+        "Remove the hooks; may be called twice, and `open` puts them back"
         for h in (self.seen, self.hooks):
             if h: h.remove()
         self.seen, self.hooks, self.running = None, None, False
@@ -431,16 +431,16 @@ class TensorCollector(CollectionLog):
 # %% ../nbs/15_monitor.ipynb #18m00055
 #| code-fold: true
 def _validate(every, opt, scaler, keep):
-    "ValueError for what cannot be"
+    "ValueError for an argument that cannot work"
     if not callable(every) and (type(every) is not int or every < 1):
-        raise ValueError(f'A collection every {every!r} steps cannot be: give a whole number from 1, or a function.')
+        raise ValueError(f'A collection every {every!r} steps cannot work: give a whole number from 1, or a function.')
     if type(keep) is not int or keep < 1:
-        raise ValueError(f'A memory of {keep!r} collections cannot be: give a whole number from 1.')
+        raise ValueError(f'keep={keep!r} is not a number of collections: give a whole number from 1.')
     if opt is not None and not hasattr(inner_optimizer(opt), 'state'):
-        raise ValueError(f"opt cannot be {opt!r}: give the optimizer itself, torch's or fastai's.")
+        raise ValueError(f"opt={opt!r} is not an optimizer: give the optimizer itself, torch's or fastai's.")
     number = isinstance(scaler, int | float) and not isinstance(scaler, bool) and 0 < scaler < math.inf
     if not (number or scaler is None or isinstance(scaler, LossScaler | TorchGradScaler)):
-        raise ValueError(f'{scaler!r} is no scaler: give a LossScaler, a GradScaler, or the factor on the loss.')
+        raise ValueError(f'{scaler!r} is not a scaler: give a LossScaler, a GradScaler, or the factor on the loss.')
 
 # %% ../nbs/15_monitor.ipynb #18m0055b
 #| code-fold: true
@@ -465,10 +465,10 @@ def _unhooked(c, loss):
 
 # %% ../nbs/15_monitor.ipynb #18m00064
 class JsonlWriter:
-    "A line of JSON for each tensor and step; what is not finite is a string"
+    "Writes a line of JSON for each tensor and step; a number that is not finite becomes a string"
     def __init__(self,
         path, # of a file that grows
-    ): self.path, self.gap = Path(path), '\n'           # ends a line that a crash has torn
+    ): self.path, self.gap = Path(path), '\n'           # ends a line that a crash has cut off
 
     def __call__(self, step, rows):
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -482,7 +482,7 @@ class JsonlWriter:
 def read_jsonl(
     path, # of a file that `JsonlWriter` wrote
 )->list: # of dicts, as `TensorCollector.records` has them
-    "What was written, without lines that a crash has torn"
+    "What was written, without lines that a crash has cut off"
     rows = []
     for line in Path(path).read_text().splitlines():
         try: r = json.loads(line)
@@ -497,7 +497,7 @@ def read_jsonl(
 # %% ../nbs/15_monitor.ipynb #18m0064b
 #| code-fold: true
 class TensorBoardWriter:
-    "Scalars, and histograms of log2 of the magnitude; needs `pip install mpcourse[tensorboard]`"
+    "Writes scalars, and histograms of log2 of the magnitude; needs `pip install mpcourse[tensorboard]`"
     def __init__(self,
         folder, # for `tensorboard --logdir`
     ): self.folder, self.board = str(folder), None
@@ -534,4 +534,4 @@ def open_writer(
     if isinstance(writer, str | Path) and Path(writer).suffix == '.jsonl': return JsonlWriter(writer)
     named = isinstance(writer, str | Path) and str(writer).strip()
     if named and (Path(writer).is_dir() or not Path(writer).suffix[1:2].isalpha()): return TensorBoardWriter(writer)
-    raise ValueError(f'No writer for {str(writer)!r}: give a file that ends in .jsonl, a folder, or a function.')
+    raise ValueError(f'No writer fits {str(writer)!r}: give a file that ends in .jsonl, a folder, or a function.')

@@ -27,7 +27,7 @@ class Overflow:
     what:str # 'inf' or 'nan'
     kind:str # of the tensor
     step:int=None # of the training, from 0
-    op:str=None # which operation did it, where that was looked for
+    op:str=None # the operation that made it, where that was looked for
 
     def __str__(self):
         when, by = '' if self.step is None else f'step {self.step}, ', f' (by {self.op})' if self.op else ''
@@ -35,7 +35,7 @@ class Overflow:
 
 # %% ../nbs/17_overflow.ipynb #20o00021
 class OverflowWatch:
-    "Knows of each step what first was not finite: two flags a tensor, and one look at the device"
+    "Finds what was not finite first in each step, with two flags a tensor and one look at the device"
     def __init__(self,
         model:nn.Module, # to be watched
         kinds=('activation', 'activation_grad', 'weight_grad'), # as for `TensorHooks`
@@ -45,11 +45,11 @@ class OverflowWatch:
         self.hooks = TensorHooks(model, self.see, kinds, names, types)
 
     def see(self, name, kind, t):
-        "Two flags of a tensor, which stay on the device"
+        "Keep two flags of a tensor, which stay on the device"
         self.seen.append((name, kind, torch.stack([t.isnan().any(), t.isinf().any()])))
 
     def step(self)->Overflow: # or None if all was finite
-        "Call it once a step, after the backward pass"
+        "The first overflow of this step; call it once a step, after the backward pass"
         seen, self.seen, self.steps = self.seen, [], self.steps + 1
         flags = torch.stack([f.to(seen[0][2].device) for *_, f in seen]).tolist() if seen else []
         of_weights = [any(f) for (_, kind, _), f in zip(seen, flags) if kind == 'weight_grad']
@@ -67,7 +67,7 @@ class OverflowWatch:
 def _what_bad(t): return 'nan' if t.isnan().any() else 'inf'
 
 class Whereabouts:
-    "Within it: to which module does an operation belong?"
+    "A context that knows to which module an operation belongs"
     def __init__(self): self.names, self.running, self.spans = {}, [], []
 
     def __enter__(self):
@@ -80,19 +80,19 @@ class Whereabouts:
         for h in self.hooks: h.remove()
 
     def enter(self, module, args):
-        "A hook; the first module that is called names its parts"
+        "A hook before a module runs; the first module that is called names its parts"
         if module not in self.names:
             own = f"{type(module).__name__}'s own forward"
             self.names.update({m: n or own for n, m in module.named_modules()})
         self.running.append((module, _get_sequence_nr()))
 
     def leave(self, module, args, out):
-        "A hook: the nodes that were made meanwhile belong to this module"
+        "A hook after a module has run: the nodes that were made meanwhile belong to it"
         module, first = self.running.pop()
         self.spans.append((first, _get_sequence_nr(), module))
 
     def module(self): # an nn.Module, or None: the loss
-        "Whose operation is running now?"
+        "The module whose operation is running now"
         if self.running: return self.running[-1][0]
         node = torch._C._current_autograd_node()
         made = -1 if node is None else node._sequence_nr()
@@ -117,7 +117,7 @@ class FirstBad(TorchDispatchMode):
         return out
 
     def overflow(self, op, given, t):
-        "Where we are, and whether it was a weight that did not survive its cast"
+        "An `Overflow` for the running operation; its name is that of a weight if the operation was given one"
         module, backward = self.where.module(), torch._C._current_graph_task_id() != -1
         name = 'the loss' if module is None else self.where.names[module]
         direction, kind = ('backward', 'gradient') if backward and not self.where.running else ('forward', 'output')
@@ -165,7 +165,7 @@ def early_warning(
 )->Verdict:
     "Has any layer, on average over the last three collections that were finite, lost this share of its gradient?"
     table = share_table(frame, kind=kind)
-    if len(table) < 3: return Verdict(False, f'{len(table)} finite collections: three are needed.')
+    if len(table) < 3: return Verdict(False, f'There are {len(table)} finite collections, and three are needed.')
     late = table.iloc[-3:].mean()
-    lost = f'{late.idxmax()} lost {late.max():.0%} of its gradient, {late.idxmin()} {late.min():.0%}.'
+    lost = f'{late.idxmax()} lost {late.max():.0%} of its gradient, and {late.idxmin()} {late.min():.0%}.'
     return Verdict(bool(late.max() >= limit), lost, late.idxmax())

@@ -22,7 +22,7 @@ COLORS = {'fp16': '#D55E00', 'bf16': '#0072B2', 'fp32': '#333333', 'tf32': '#999
 CYCLE = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#333333')
 
 def use_style():
-    "The course's style, for all figures and tables from here on: four digits in a table"
+    "Set the course's style for all figures and tables from here on, with four digits in tables"
     import matplotlib as mpl
     try: import pandas as pd
     except ImportError: pd = None
@@ -60,7 +60,7 @@ def format_band(
     fmt, # anything with name, max, tiny and smallest_subnormal
     axis:str='x', # the axis of the magnitudes
     label:bool=True, # write the format's name at its upper end
-    scale:float=1., # the band as seen before a multiplication by scale: all its limits are divided by it
+    scale:float=1., # divides all limits: the band as seen before a multiplication by scale
 ):  # the Axes
     "Shade a format's subnormal range and mark its smallest and largest value"
     span, line = (ax.axvspan, ax.axvline) if axis == 'x' else (ax.axhspan, ax.axhline)
@@ -103,7 +103,7 @@ def plot_log2_hist(
     fmt=None, # a format whose band is drawn
     **kwargs, # handed to `ax.bar`
 ):  # the Axes
-    "Share of elements in each octave, as bars"
+    "Draw the share of elements in each octave, as bars"
     import matplotlib.pyplot as plt
     if ax is None: ax = plt.subplots()[1]
     left, share = 2.**hist.exponents.double(), hist.counts/max(hist.total, 1)
@@ -135,10 +135,10 @@ def _arrow(ax, a, b, line, text, color):
     ax.text(*at, f'{line}\n{text}' if text else str(line), color=color, fontsize=7.5, linespacing=1, **side)
 
 def plot_step(
-    here:tuple=(), # numbers of lines to be drawn strongly, the others pale; none: all
+    here:tuple=(), # numbers of the lines to be drawn strongly, with the others pale; none: all strongly
     ax=None, # a matplotlib Axes; a new one if None
 ):  # the Axes
-    "One training step of chapter 05 as a ring of boxes, in the colours of the formats"
+    "Draw one training step of chapter 05 as a ring of boxes, in the colours of the formats"
     import matplotlib.pyplot as plt
     if ax is None: ax = plt.subplots(figsize=(7.2, 2.3))[1]
     strong = {n for a, b, line, _ in STEP_ARROWS if line in here for n in (a, b)} if here else set(STEP_BOXES)
@@ -215,7 +215,7 @@ class Explorer:
         return {k: c.value for k,c in self.controls.items()}
 
     def update(self, change=None):
-        "Show what f says to the present values"
+        "Show what f returns for the present values"
         self.out.value = _frame(self.f, self.values, self.alt)
 
     def page_html(self)->str: # self-contained HTML
@@ -232,9 +232,9 @@ def explore(
     f, # called with the controls' values by name; returns HTML text, a Figure or Axes, or a list of these
     pages:dict=None, # positions that move on a page without a kernel: {name: values}; their product is computed
     alt:str='', # text for readers who cannot see the pictures
-    **controls, # a widget for each argument, or what `interactive` makes one of: (lo, hi), a list, a number, a text
+    **controls, # a widget for each argument, or what `interactive` turns into one: (lo, hi), a list, a number, a text
 )->Explorer: # shows itself; `.controls`, `.values` and `.out.value` are for tests
-    "A widget over f whose errors are sentences and which a page can carry"
+    "A widget that shows what f returns, with errors as sentences, and that a page can hold"
     from ipywidgets import Widget, interactive
     made = {k: c if isinstance(c, Widget) else interactive.widget_from_abbrev(c, c) for k,c in controls.items()}
     for k,c in made.items():
@@ -259,7 +259,7 @@ def live_source(
     return ''.join(texts.values())
 
 class Live:
-    "A figure that is drawn in the page and answers the hand; without scripts a still picture"
+    "A figure that is drawn in the page and reacts to its controls; without scripts it is a still picture"
     def __init__(self,
         name:str, # of a module in `mpcourse/live`
         data:dict, # what it draws: see the module's first lines

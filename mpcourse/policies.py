@@ -30,7 +30,7 @@ def megatron_rule(s, bad, interval=1000, hysteresis=2, smallest=1., refill='grow
 
 # %% ../nbs/13_policies.ipynb #15a50028
 def logmax_rule(s, bad, amax=None, overflow_as=2.**16): # s.scale, s.step, s.mean …
-    "OpenSeq2Seq's LogMaxScaler; amax is the largest scaled gradient. 16 was meant for an overflow"
+    "OpenSeq2Seq's LogMaxScaler; amax is the largest scaled gradient. An overflow counts as 2^16, where 16 was meant"
     x = overflow_as if bad else log2(amax/s.scale)
     s.step += 1
     s.mean = .99*s.mean + .01*x
@@ -77,7 +77,7 @@ def fairseq_rule(s, bad, interval=2000, tolerance=0., smallest=1e-4): # s.scale 
     return s.scale
 
 def metaseq_rule(s, bad, smallest=2.**-5): # s.scale, s.since, s.window
-    "metaseq's DynamicLossScaler, metaseq/optim/dynamic_loss_scaler.py: a window that follows"
+    "metaseq's DynamicLossScaler, metaseq/optim/dynamic_loss_scaler.py: the window follows the scale"
     s.since = 0 if bad else s.since + 1
     if bad:
         if s.scale/2 >= smallest: s.scale /= 2
@@ -102,11 +102,11 @@ RULES = dict(
 
 def follow_rule(
     name:str, # of a published policy
-    found, # was anything not finite?, one a step: booleans, or a string of 0 and 1
-    start:dict=None, # where the rule's numbers begin, if not at its defaults: {'scale': 2.**16}
+    found, # for each step, whether anything was not finite: booleans, or a string of 0 and 1
+    start:dict=None, # first values of the rule's numbers, in place of its defaults: {'scale': 2.**16}
     **numbers, # of the rule: interval, hysteresis …
 )->list: # the scale after each step
-    "A published rule, in plain Python, on a trace of overflows"
+    "The scales of a published rule, in plain Python, on a trace of overflows"
     rule, first = RULES[name]
     s = SimpleNamespace(**first | (start or {}))
     return [rule(s, bool(int(f)), **numbers) for f in found]
@@ -119,7 +119,7 @@ class DeepSpeedScaler(LossScaler):
     def __init__(self,
         init_scale:float=2.**16, # 2^`initial_scale_power`
         growth_interval:int=1000, # `loss_scale_window`
-        hysteresis:int=2, # the overflow that backs off
+        hysteresis:int=2, # the overflow at which the scale backs off
         consecutive:bool=False, # does patience come back with every clean step?
         **config, # as for LossScaler; `min_scale` is `min_loss_scale`, 1
     ):
@@ -196,9 +196,9 @@ class LogMaxScaler(LossScaler):
         **config, # as for LossScaler; `max_scale` is 2^14
     ):
         for n, b in dict(beta1=beta1, beta2=beta2).items():
-            valid_number(n, b, lambda x: 0 < x < 1, 'take one between 0 and 1')
-        valid_number('deviations', deviations, lambda x: abs(x) < 2.**127, 'take a finite number, as 3.09')
-        valid_number('overflow_as', overflow_as, lambda x: abs(x) < 2.**127, 'take a finite number, as 16')
+            valid_number(n, b, lambda x: 0 < x < 1, 'it weights a mean, so take one between 0 and 1')
+        valid_number('deviations', deviations, lambda x: abs(x) < 2.**127, 'take a finite number, such as 3.09')
+        valid_number('overflow_as', overflow_as, lambda x: abs(x) < 2.**127, 'take a finite number, such as 16')
         super().__init__(init_scale, beta1=beta1, beta2=beta2, deviations=deviations,
                          overflow_as=overflow_as, **dict(hold=False, max_scale=2.**14) | config)
         for n in ('steps', 'mean', 'slow', 'square'): self.register_buffer(n, torch.tensor(0.))
@@ -233,8 +233,8 @@ POLICIES = dict({n: partial(DynamicScaler, **numbers) for n, numbers in PEERS.it
 def get_policy(
     policy, # a name, or a scaler, which comes back as it is
     **config, # arguments of its class
-)->LossScaler: # a new one
-    "A scaler by name; ValueError that says what there is"
+)->LossScaler: # a new one, or the scaler that was given
+    "A scaler by its name; ValueError that lists what there is"
     if isinstance(policy, LossScaler) and not config: return policy
     if not isinstance(policy, str) or policy not in POLICIES:
         raise ValueError(f'There is no policy {policy!r}: take one of {", ".join(POLICIES)}.')

@@ -31,7 +31,7 @@ def _beyond(
     rounding:str, # how they were rounded
     overflow:str, # one of OVERFLOWS
 )->torch.Tensor: # like r, within fmt's range
-    "Decide what becomes of what is larger than the largest value"
+    "Apply `overflow` to values beyond the format's largest"
     if overflow == 'saturate': return r.clamp(-fmt.max, fmt.max)
     if rounding == 'toward_zero': r = torch.where(r.isinf(), r, r.clamp(-fmt.max, fmt.max)) # it only cuts
     fate = torch.tensor(torch.inf if overflow == 'inf' else torch.nan, dtype=r.dtype, device=r.device)
@@ -44,7 +44,7 @@ def _by_chance(
     q:torch.Tensor, # numbers, in units of the step
     generator:torch.Generator=None, # on q's device; torch's default one if None
 )->torch.Tensor: # integers; a sign is kept, also of zero
-    "Round up with probability of the fractional part; the mean is q to within 2^-24"
+    "Round up with the fractional part as probability; the mean is q to within 2^-24"
     low = q.floor()
     u = torch.rand(q.shape, generator=generator, device=q.device, dtype=q.dtype)
     return torch.where(q.isfinite(), low + (u < q - low), q).copysign(q)
@@ -70,7 +70,7 @@ def _small(
     fmt:FloatFormat, # the target
     subnormals:bool, # False: flush them to zero
 )->torch.Tensor: # like r
-    "Decide the fate of zeros, subnormals, and signs that a format does not have"
+    "Flush subnormals if asked to, and drop the zeros and signs that the format does not have"
     if not subnormals: r = torch.where(r.abs() < fmt.tiny, r*0, r)
     if fmt.kind == 'fnuz': r = r + 0. # −0 + 0 = +0
     if fmt.kind == 'scale': r = r.clamp(min=fmt.tiny).masked_fill(r < 0, torch.nan)
@@ -78,7 +78,7 @@ def _small(
 
 @cache
 def _has_native(fmt, overflow, device_type):
-    "Is torch's own cast the faster way, and the same? On a CPU those to FP8 are software"
+    "Is torch's own cast faster, and equal? On a CPU the casts to FP8 run in software"
     if fmt in (fp16, bf16): return overflow != 'nan'
     fp8 = fmt.bits == 8 and fmt.kind != 'scale' and fmt.dtype is not None
     return fp8 and device_type != 'cpu' and overflow == 'saturate'
@@ -104,16 +104,16 @@ def _holds(
             and d.has_inf >= fmt.has_inf and d.has_nan >= fmt.has_nan)
 
 def _validate(x, fmt, rounding, overflow):
-    "Refuse with a sentence what quantize cannot do"
+    "ValueError or TypeError for what quantize cannot do"
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         got = f'a tensor of {x.dtype}' if isinstance(x, torch.Tensor) else f'{x!r}'
-        raise TypeError(f'quantize rounds floating-point tensors and numbers; got {got}: convert it, with .float().')
+        raise TypeError(f'quantize got {got}, and rounds only floating-point tensors and numbers: call .float().')
     for what, choice, there in (('rounding', rounding, ROUNDINGS), ('overflow', overflow, OVERFLOWS)):
         if choice not in there: raise ValueError(f'There is no {what} {choice!r}: take one of {", ".join(there)}.')
     lacks = {'inf': not fmt.has_inf, 'nan': not fmt.has_nan}.get(overflow)
     if lacks:
         there = "'saturate' or 'nan'" if fmt.has_nan else "'saturate'"
-        raise ValueError(f'{fmt.name} has no {overflow}, so overflow={overflow!r} cannot be: take {there}.')
+        raise ValueError(f'{fmt.name} has no {overflow}, so overflow={overflow!r} cannot work: take {there}.')
     if not fmt.has_nan and x.numel() and x.float().amax().isnan(): # a maximum is NaN if any element is
         raise ValueError(f'{fmt.name} has no NaN, and the tensor holds one: replace it first, with torch.nan_to_num.')
 
@@ -123,11 +123,11 @@ def quantize(
     x:torch.Tensor|float, # floating-point of any dtype, shape and device, or a Python number
     fmt:FloatFormat|str, # the target, or its name
     rounding:str='nearest', # 'nearest' (ties to even), 'stochastic' or 'toward_zero'
-    overflow:str='saturate', # what becomes of the too large: 'saturate' (±max), 'inf' or 'nan'
-    subnormals:bool=True, # False: what would be subnormal becomes zero
+    overflow:str='saturate', # what numbers beyond the largest become: 'saturate' (±max), 'inf' or 'nan'
+    subnormals:bool=True, # False: results that would be subnormal become zero
     generator:torch.Generator=None, # for 'stochastic', on x's device
 )->torch.Tensor|float: # same shape and device, no gradient; x's dtype if it can hold fmt's values, else float32 or 64
-    "Round to a format's values; ValueError or TypeError says what cannot be"
+    "Round to a format's values; ValueError or TypeError if that is not possible"
     if isinstance(x, (int, float)) and not isinstance(x, bool):
         return quantize(torch.tensor(x, dtype=torch.float64), fmt, rounding, overflow, subnormals, generator).item()
     fmt = get_format(fmt)

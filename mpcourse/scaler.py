@@ -35,34 +35,34 @@ def valid_scale(
     low:float=1., # the smallest that is allowed
     high:float=2.**127, # the largest
 )->float: # the same
-    "Refuse a scale that is out of bounds (ValueError), warn of one that is not a power of two"
+    "The scale as a float; ValueError if it is out of bounds, a warning if it is not a power of two"
     try: s = float(scale)
     except (TypeError, ValueError, OverflowError): s = nan
     if not low <= s <= high:
         raise ValueError(f'A loss scale of {scale} cannot work: take one from {low:g} to {high:g}.')
     if frexp(s)[0] != .5:
-        warn_user(f'A loss scale of {s:g} is no power of two: it rounds each gradient once more; '
+        warn_user(f'A loss scale of {s:g} is not a power of two, so it rounds each gradient once more: '
                   f'{2.**(frexp(s)[1] - 1):g} would not.')
     return s
 
 # %% ../nbs/08_scaler.ipynb #fff3dc36
 class LossScaler(nn.Module):
-    "A policy: a loss scale, and the rule that makes the next one of a step's statistics"
+    "A policy: a loss scale, and the rule that computes the next one from a step's statistics"
     wants = ('found_inf',) # what the step counts for it; also 'numel', 'amax', ('above', edge)
 
     def __init__(self,
         init_scale:float, # the first scale
-        hold:bool=True, # keep everything where the loss itself was not finite?
-        min_scale:float=1., # no scale falls below it; less than 1 costs a second look
+        hold:bool=True, # change nothing in a step whose loss itself was not finite?
+        min_scale:float=1., # no scale falls below it; below 1 gradients are checked twice
         max_scale:float=2.**127, # no scale rises above it
-        **config, # other arguments of the policy's constructor: attributes, too, and in the state
+        **config, # other arguments of the policy's constructor; they become attributes and part of the state
     ):
         super().__init__()
         ours = [c for c in type(self).__mro__ if issubclass(c, LossScaler)]
         wrong = config.keys() - {n for c in ours for n in signature(c.__init__).parameters}
-        if wrong: raise ValueError(f'{type(self).__name__} has no {", ".join(wrong)}.')
+        if wrong: raise ValueError(f'{type(self).__name__} takes no {", ".join(wrong)}: leave it out.')
         if not 2.**-126 <= min_scale <= max_scale <= 2.**127:
-            raise ValueError(f'Scales from {min_scale} to {max_scale}: take 2^-126 to 2^127.')
+            raise ValueError(f'Scales from {min_scale} to {max_scale} cannot work: take a range in 2^-126 to 2^127.')
         bounds = dict(min_scale=min_scale, max_scale=max_scale)
         self.config = dict(init_scale=init_scale, hold=hold, **bounds, **config)
         vars(self).update(self.config)
@@ -79,17 +79,17 @@ class LossScaler(nn.Module):
         return tree_map(lambda l: l.float()*self.scale, loss)
 
     def inv_scale(self, name=None):
-        "What the gradient of a parameter is multiplied by: taken in FP64 and rounded once"
+        "The factor that takes the scale out of a parameter's gradient, computed in FP64 and rounded once"
         wide = self.scale if self.scale.is_mps else self.scale.double()
         return wide.reciprocal().float()
 
     def next_scale(self, stats):
-        "The rule, of tensors only: nothing waits for the device. It may set its own buffers"
+        "The rule, which uses tensors only, so that nothing waits for the device; it may set its buffers"
         return self.scale
 
     @torch.no_grad()
     def update(self, stats):
-        "Take the rule's scale, if finite, within bounds; undo all if the loss was not finite. Returns the old one"
+        "Take the rule's scale, if finite, within bounds; undo all if the loss was not finite. Return the old scale"
         ours = {n: b for n, b in self._buffers.items() if n != 'held'}
         before, fine = {n: b.clone() for n, b in ours.items()}, stats['loss_finite'].bool()
         new = self.next_scale(stats)                # it may set buffers, too
@@ -103,7 +103,7 @@ class LossScaler(nn.Module):
         return before['scale']
 
     def watch(self, model):
-        "None. Who wants more returns an object with read, reset, remove; needs a model, so not None"
+        "None; a policy that needs more of a model returns an object with read, reset and remove"
 
     def __repr__(self): return f'{type(self).__name__}(scale={self.scale.item():g})'
 
@@ -142,7 +142,7 @@ def largest_gradient(
     batch:tuple, # (inputs, targets); inputs as for `toys.call_args`
     loss_func, # (predictions, targets) -> 0-dim loss, or a nest of losses
 )->float:
-    "The largest magnitude in one FP32 backward pass: of all that travels within the model, and of the weights"
+    "The largest magnitude in one FP32 backward pass, among gradients inside the model and those of the weights"
     x, y = batch
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     pred = torch.func.functional_call(model, buffers, *call_args(x))
@@ -161,12 +161,12 @@ def measured(cls:LossScaler,
     batch:tuple, # (inputs, targets); inputs: a tensor, a list or tuple of them, or a mapping
     loss_func, # (predictions, targets) -> 0-dim loss, or a nest of losses
     target:float=2.**10, # where the largest gradient shall lie: six octaves below FP16's end
-    **config, # of the policy; without min_scale the floor of a scale that moves is four octaves below it
+    **config, # of the policy; by default the floor of a scale that moves is four octaves below it
 )->LossScaler: # the policy, at that scale
     "The power of two that lifts the largest gradient of one FP32 backward pass up to `target`"
     amax = largest_gradient(model, batch, loss_func)
     if not 0 < amax < float('inf'):
-        raise ValueError(f'The largest gradient of this batch is {amax}: no scale fits it.')
+        raise ValueError(f'The largest gradient of this batch is {amax}, which no scale fits: check it in FP32.')
     scale = 2.**floor(log2(target/amax))
     if cls is not StaticScaler: config.setdefault('min_scale', scale/16)
     return cls(scale, **config)
@@ -175,7 +175,7 @@ def measured(cls:LossScaler,
 def is_maximum(
     name, # of a statistic
 )->bool:
-    "Is it a largest value, 'amax' or ('amax', of what)? All others are sums"
+    "Is the statistic a largest value, 'amax' or ('amax', of what)? All others are sums"
     return name == 'amax' or isinstance(name, tuple) and name[0] == 'amax'
 
 @torch.no_grad()
@@ -183,7 +183,7 @@ def reduce_stats(
     stats:dict, # of this rank: {name: 0-dim tensor}
     group=None, # a torch.distributed process group; None where there is one process
 )->dict: # of all ranks together
-    "Add statistics up over ranks with one SUM: each has a slot of its own, the others' are zero"
+    "Combine the statistics of all ranks with one SUM, in which each rank fills its slot and leaves zeros elsewhere"
     if group is None: return stats
     names = sorted(stats, key=str)
     mine = torch.stack([stats[n].float() for n in names])
@@ -204,19 +204,19 @@ def _apply(self:LossScaler, fn, recurse=True):
 # %% ../nbs/08_scaler.ipynb #32007483
 #| code-fold: true
 def _check_state(
-    scaler, # that shall take the state over
+    scaler, # that is to load the state
     state:dict, # without a prefix
 ):
     "ValueError, with the keys, unless the whole state fits"
     mine, about = scaler.state_dict(), state.get('_extra_state')
     kind = about.get('policy') if isinstance(about, dict) else None
     if kind != type(scaler).__name__:
-        raise ValueError(f'{type(scaler).__name__} got a state of {kind}: {", ".join(state)}.')
+        raise ValueError(f'{type(scaler).__name__} cannot load a state of {kind} with {", ".join(state)}.')
     def kind_of(v): return getattr(v, 'dtype', type(v)), getattr(v, 'shape', None)
     both = mine.keys() & state.keys()
     wrong = {k for k in both if kind_of(mine[k]) != kind_of(state[k])}
     wrong |= mine.keys() ^ state.keys()
-    if wrong: raise ValueError(f'Missing, unknown or of another kind: {", ".join(wrong)}.')
+    if wrong: raise ValueError(f'These entries are missing, unknown or of another kind: {", ".join(wrong)}.')
     low, high = about['config']['min_scale'], about['config']['max_scale']
     if about['version'] != 1 or not low <= state['scale'] <= high:
         raise ValueError(f'This state was not saved by this class: version {about["version"]}, '

@@ -36,7 +36,7 @@ class Trace:
     lo:int # exponent of the first octave
     zeros:Tensor # (kinds,) float64: entries that are zero in FP32 already
     broken:Tensor # (kinds,) float64: entries that are infinite or NaN
-    bad:Tensor # (steps,) bool: the steps of the storm
+    bad:Tensor # (steps,) bool: the bad steps
 
     def __len__(self): return len(self.amax)
 
@@ -48,7 +48,7 @@ def from_hists(
     amax, # largest magnitude of each step
     hists:list, # Log2Hist of each step, or of each kind of steps
     kind=None, # which histogram belongs to which step; by default they are in order
-    bad=None, # which steps belong to the storm; by default those with an infinity or a NaN
+    bad=None, # which steps are bad; by default those with an infinity or a NaN
 )->Trace:
     "A trace from the histograms of `plots.log2_hist`"
     lo = min((int(h.exponents[0]) for h in hists if len(h.exponents)), default=0)
@@ -129,7 +129,7 @@ def flush_share(
     trace:Trace, # of n steps
     scale, # a number, or (n,) or (m, n)
     fmt='fp16', # of the backward pass
-)->Tensor: # float64; NaN where a step has no finite gradient but zeros
+)->Tensor: # float64; NaN for a step whose finite gradients are all zero
     "Which share of the non-zero gradients would become zero?"
     scale = torch.as_tensor(scale, dtype=torch.float64)
     scale = scale.broadcast_to(torch.broadcast_shapes((len(trace),), scale.shape))
@@ -149,21 +149,21 @@ def lognormal(
 def as_trace(
     like=None, # gradients (a tensor of any shape), a Trace, or None for `lognormal()`
 )->Trace: # of one step or more
-    "Calm weather"
+    "Good steps as a trace"
     if isinstance(like, Trace): return like
     g = lognormal() if like is None else torch.as_tensor(like).detach()
-    if not g.isfinite().all(): raise ValueError('Calm steps have finite gradients; these hold an infinity or a NaN.')
+    if not g.isfinite().all(): raise ValueError('These gradients hold an infinity or a NaN: give finite gradients.')
     return from_hists('calm', [g.abs().max().item()], [log2_hist(g)])
 
 def storm_of(
-    bad, # (steps,) bool: when it storms
+    bad, # (steps,) bool: which steps are bad
     name:str='storm', # of the trace
-    like=None, # what calm steps look like: see `as_trace`; a trace starts again at its end
+    like=None, # what good steps look like: see `as_trace`; a trace starts again at its end
     factor:float=math.inf, # a bad step's gradients are so many times as large: a power of two, inf or NaN
 )->Trace:
-    "Calm weather with bad steps in it"
+    "A trace of good steps with bad ones among them"
     bad, calm = torch.as_tensor(bad, dtype=torch.bool), as_trace(like)
-    if not len(bad): raise ValueError('A storm of no steps: give at least one.')
+    if not len(bad): raise ValueError('A trace of no steps has no use: give at least one.')
     finite = math.isfinite(factor)
     if finite and (factor <= 0 or math.frexp(factor)[0] != .5):
         raise ValueError(f'A bad step cannot be {factor:g} times as large: take a power of two, inf or nan.')
@@ -180,37 +180,37 @@ def storm_of(
 # %% ../nbs/14_simulator.ipynb #8b28c837
 def hard_batches(
     n:int=10, # bad batches in a row
-    at:int=300, # good ones before
-    after:int=300, # and after
-    like=None, # what calm steps look like: see `as_trace`
+    at:int=300, # good ones before them
+    after:int=300, # good ones after them
+    like=None, # what good steps look like: see `as_trace`
     factor:float=math.inf, # see `storm_of`
 )->Trace:
-    "The seed's story: good batches, a row of bad ones, good ones again"
+    "Good batches, then bad ones in a row, then good ones again"
     if min(n, at, after) < 0:
-        raise ValueError(f'{n} bad batches after {at} good ones and before {after}: none can be negative.')
+        raise ValueError(f'{n} bad batches, {at} good ones before them, {after} after: none can be negative.')
     return storm_of([at <= i < at + n for i in range(at + n + after)], f'{n} hard batches at {at}', like, factor)
 
 def random_storm(
     rate:float=.01, # probability of a bad batch
     steps:int=20_000, # of the whole trace
-    seed:int=0, # of the dice
-    like=None, # what calm steps look like: see `as_trace`
+    seed:int=0, # of the random numbers
+    like=None, # what good steps look like: see `as_trace`
     factor:float=math.inf, # see `storm_of`
 )->Trace:
-    "Bad batches now and then"
-    if not 0 <= rate <= 1: raise ValueError(f'A rate of {rate}: a probability lies between 0 and 1.')
+    "Bad batches at random"
+    if not 0 <= rate <= 1: raise ValueError(f'rate={rate} cannot work: take a probability, from 0 to 1.')
     bad = torch.rand(steps, generator=torch.Generator().manual_seed(run_seed(seed))) < rate
     return storm_of(bad, f'{rate:.1%} bad batches', like, factor)
 
 def from_bits(
     bits:str, # '1001': 1 is a bad step; spaces are ignored
-    like=None, # what calm steps look like: see `as_trace`
+    like=None, # what good steps look like: see `as_trace`
     factor:float=math.inf, # see `storm_of`
 )->Trace:
-    "A storm written down step by step"
+    "A trace from a text with a digit for each step"
     steps = ''.join(bits.split())
     if not steps or set(steps) - {'0', '1'}:
-        raise ValueError(f'{bits!r} is no script: write 1 for a bad step and 0 for a good one.')
+        raise ValueError(f'{bits!r} is not a script: write 1 for a bad step and 0 for a good one.')
     return storm_of([b == '1' for b in steps], f'script of {len(steps)} steps', like, factor)
 
 # %% ../nbs/14_simulator.ipynb #d5748854
@@ -228,8 +228,8 @@ def save_trace(
 def load_trace(
     path, # a file from `save_trace`
 )->Trace:
-    "Read a trace; FileNotFoundError or ValueError with a sentence if there is none in this file"
-    if not Path(path).is_file(): raise FileNotFoundError(f'There is no file {str(path)!r} with a trace.')
+    "Read a trace; FileNotFoundError if there is no such file, ValueError if it holds no trace"
+    if not Path(path).is_file(): raise FileNotFoundError(f'There is no file {str(path)!r}: give one from save_trace.')
     try:
         doc = json.loads(Path(path).read_text(encoding='utf-8'))
         if doc['trace'] != 1: raise ValueError
@@ -242,7 +242,7 @@ def load_trace(
         if not (len(t['broken']) == kinds > int(kind.max()) and kind.min() >= 0): raise ValueError
         return Trace(str(doc['name']), kind=kind, bad=bad, lo=int(doc['lo']), **t)
     except (ValueError, KeyError, TypeError, RuntimeError):
-        raise ValueError(f'{str(path)!r} is no whole trace: write one with `save_trace`.') from None
+        raise ValueError(f'{str(path)!r} is not a whole trace: write one with `save_trace`.') from None
 
 # %% ../nbs/14_simulator.ipynb #079c465f
 def _statistic(trace, t, want, s, fmt):
@@ -250,7 +250,7 @@ def _statistic(trace, t, want, s, fmt):
     x, kind = trace.amax[t].item()*s, trace.kind[t]
     over = not x < thresholds(fmt)[0]
     if want == 'found_inf': return float(over)
-    if want == 'loss_finite': return float(math.isfinite(trace.amax[t]))     # no scale is to blame
+    if want == 'loss_finite': return float(math.isfinite(trace.amax[t]))     # whatever the scale
     if want == ('amax', 'loss'): return 1.                                    # never zero
     if want == 'amax': return x + math.inf if over else quantize(x, fmt)
     if want == 'numel': return (trace.counts[kind].sum() + trace.zeros[kind] + trace.broken[kind]).item()
@@ -266,29 +266,29 @@ def _statistic(trace, t, want, s, fmt):
 def observe(
     trace:Trace, # what happened
     t:int, # at which step
-    scaler:LossScaler, # who is looking, and at which scale
+    scaler:LossScaler, # at its present scale
     fmt='fp16', # of the backward pass
 )->dict: # {name: 0-dim tensor}, as the step would have counted
-    "What a scaler would have seen"
+    "What a scaler would have seen at a step"
     names, s = ('loss_finite', 'found_inf', *scaler.wants), scaler.scale.item()
     return {n: torch.tensor(float(_statistic(trace, t, n, s, fmt))) for n in names}
 
 # %% ../nbs/14_simulator.ipynb #52ea2fe2
 @dataclass
 class Result:
-    "What several policies did in one storm"
+    "What several policies did on one trace"
     names:tuple # of the policies
     scales:Tensor # (policies, steps + 1) float64: before each step, and after the last; NaN once a policy gave up
     skipped:Tensor # (policies, steps) bool
-    bad:Tensor # (steps,) bool: the storm
+    bad:Tensor # (steps,) bool: the bad steps
     stopped:dict # policy -> why it gave up
     flushed:Tensor # (policies, steps) float64: share of the non-zero gradients that become zero
 
     def table(self): # a pandas DataFrame
-        "One row a policy: scales as powers of two, steps lost, and what became of small gradients at the end"
+        "One row for each policy: scales as powers of two, steps skipped, and the flushed share of the last 20 steps"
         import pandas as pd
         log = self.scales.log2()
-        last = [int((~r.isnan()).nonzero().max()) for r in self.scales]              # an infinite scale still flies
+        last = [int((~r.isnan()).nonzero().max()) for r in self.scales]              # an infinite scale goes on
         end = torch.stack([r[i] for r,i in zip(log, last)])
         lowest = log.where(log.isfinite() | (log == -math.inf), math.inf).amin(1)
         cols = {'start': log[:, 0], 'lowest': lowest, 'end': end, 'skipped': self.skipped.sum(1)}
@@ -302,7 +302,7 @@ class Result:
 def named_policies(
     policies=None, # a policy or several, by name or as scalers; a dict has names of your own; None: all published
 )->dict: # name -> what was given
-    "A name for each policy, two of a kind kept apart"
+    "Policies by name; two of a kind get different names"
     if policies is None: policies = list(RULES)
     if isinstance(policies, (str, LossScaler)): policies = [policies]
     if not policies: raise ValueError('No policy was given: name at least one.')
@@ -318,7 +318,7 @@ def fresh(
     policy:str|LossScaler, # a name, or a scaler, which is copied
     start:float=None, # its first scale, as far as its bounds allow; None: its own
 )->LossScaler:
-    "A scaler that nobody has used"
+    "A new scaler by name, or a copy of a scaler"
     made = copy.deepcopy(get_policy(policy))
     if start is None: return made
     start = min(max(start, made.min_scale), made.max_scale)
@@ -328,7 +328,7 @@ def fresh(
 
 # %% ../nbs/14_simulator.ipynb #e7a0c5d2
 def _by_rule(name, trace, start, fmt):
-    "A published rule on Python's numbers: scales, lost steps, and why it gave up"
+    "A published rule on a trace: scales, lost steps, and why it gave up"
     rule, first = RULES[name]
     s, edge, lost = SimpleNamespace(**first | ({} if start is None else dict(scale=start))), thresholds(fmt)[0], []
     scales = [s.scale]
@@ -339,7 +339,7 @@ def _by_rule(name, trace, start, fmt):
     return scales, lost, None
 
 def _by_scaler(scaler, trace, fmt):
-    "A scaler, asked and told at every step"
+    "A scaler on a trace: scales, lost steps, and None, since it never gives up"
     seen, scales, lost = {}, [scaler.scale.item()], []
     for t, (x, kind) in enumerate(zip(trace.amax.tolist(), trace.kind.tolist())):
         key = kind, x, scales[-1]
@@ -351,16 +351,16 @@ def _by_scaler(scaler, trace, fmt):
 
 def replay(
     policies, # as for `named_policies`; a name is the published rule, its mistakes and missing floors included
-    trace:Trace, # the storm
+    trace:Trace, # recorded or made
     start:float=None, # the same first scale for all; None: each its own
     fmt='fp16', # of the backward pass
 )->Result:
-    "Fly policies through a recorded or made storm"
+    "Run policies on a trace"
     if not isinstance(trace, Trace):
-        raise ValueError(f'{trace!r} is no Trace: take hard_batches(), random_storm() or load_trace(path).')
+        raise ValueError(f'{trace!r} is not a Trace: take hard_batches(), random_storm() or load_trace(path).')
     if start is not None: valid_scale(start, 2.**-126)
     named, n = named_policies(policies), len(trace)
-    plain = [p for p in RULES if p != 'logmax']                              # who needs no magnitudes
+    plain = [p for p in RULES if p != 'logmax']                              # those that need no magnitudes
     out = {k: _by_rule(p, trace, start, fmt) if p in plain else _by_scaler(fresh(p, start), trace, fmt)
            for k, p in named.items()}
     scales = torch.tensor([s + [math.nan]*(n + 1 - len(s)) for s, _, _ in out.values()], dtype=torch.float64)
@@ -427,7 +427,7 @@ def corrupt(
     factor:float=1e5, # on their pixels
     generator=None, # decides which images
 ): # a new batch
-    "A few pictures far too bright: finite in FP32, infinite in FP16"
+    "A batch with a few pictures that are far too bright: finite in FP32, infinite in FP16"
     x, rest = (xb[0], tuple(xb[1:])) if isinstance(xb, tuple) else (xb, None)
     if not x.is_floating_point():
         raise ValueError(f'These inputs are {x.dtype}, which have no brightness: write a function for them.')

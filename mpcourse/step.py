@@ -61,10 +61,10 @@ def unscale_(
     named:list, # (name, gradient, FP32 gradient); the last two may be one tensor
     scaler:LossScaler, # whose scale is in the gradients
 )->Tensor: # 0-dim, greater than 0 where a gradient of this rank was not finite
-    "Copy gradients to FP32, take the scale out there; ValueError for sparse ones"
+    "Copy gradients to FP32, and take the scale out there; ValueError for sparse ones"
     named = [t for t in named if t[1] is not None]
     for name, g, _ in named:
-        if g.is_sparse: raise ValueError(f'The gradient of {name} is sparse: take sparse=False.')
+        if g.is_sparse: raise ValueError(f'The gradient of {name} is sparse, and cannot be unscaled: set sparse=False.')
     new = [(_local(m), _local(g)) for _, g, m in named if m is not g]
     if new: torch._foreach_copy_(*map(list, zip(*new)))
     found = torch.zeros((), device=scaler.scale.device)
@@ -83,7 +83,7 @@ def grad_statistic(
     grads:list, # scaled gradients
     device='cpu', # where the result shall be
 )->Tensor: # 0-dim float32
-    "A statistic of gradients"
+    "One statistic of several gradients"
     grads = [_local(g) for g in grads if g.numel()]
     if want == 'numel': parts = [torch.tensor(g.numel()) for g in grads]
     elif want == 'amax': parts = [g.abs().amax() for g in grads]
@@ -94,12 +94,12 @@ def grad_statistic(
 
 # %% ../nbs/09_step.ipynb #b0ffe209
 def _own_buffers(m):
-    "(name, buffer) of those of one module that its forward may write in place"
+    "(name, buffer) of the buffers of one module that its forward may write in place"
     for n, b in m._buffers.items():
         if b is not None and 0 not in _local(b).stride(): yield n, _local(b).data
 
 def _to_hook(m):
-    "Modules that hold buffers; of a compiled one itself, since hooks within it would join its graph"
+    "Modules that hold buffers; a compiled module stands for its parts, since hooks within it would join its graph"
     compiled = hasattr(m, '_orig_mod')
     if compiled or m._buffers: yield m
     for child in () if compiled else m.children(): yield from _to_hook(child)
@@ -117,13 +117,13 @@ class KeptBuffers:
         return Handles(m.register_forward_pre_hook(self.see, prepend=True) for m in parts)
 
     def see(self, module, args):
-        "A hook"
+        "A hook before a forward pass: keep the buffers, unless it runs without gradients"
         if torch.is_grad_enabled(): self.keep(module)
 
     def keep(self,
         part:nn.Module=None, # of the model; None: all of it
     ):
-        "Before each forward pass of a step; the first one counts"
+        "Copy buffers before a forward pass; only the first copy of a step counts"
         part = self.model if part is None else part
         for m in () if part is None else part.modules():
             for n, b in _own_buffers(m):
@@ -142,13 +142,13 @@ class KeptBuffers:
             torch.where(skip.to(b.device), was.to(b.device), b, out=b)
 
     def forget(self):
-        "The step is over"
+        "Drop the copies, since the step is over"
         self.before = {}
 
 # %% ../nbs/09_step.ipynb #d3f3d309
 @dataclass
 class StepOutcome:
-    "What became of a step; nothing is read from the device before somebody looks"
+    "The result of a step; nothing is read from the device before it is asked for"
     found_inf:Tensor # 0-dim: greater than 0 where the step is to be skipped
     scale:Tensor # 0-dim: the loss scale of this step
     next_scale:Tensor # 0-dim: the loss scale of the next
@@ -171,7 +171,7 @@ class StepOutcome:
 
     @property
     def why(self)->str:
-        "A sentence for people"
+        "A sentence that says what happened"
         scale, then = self.scale.item(), self.next_scale.item()
         if self.stepped: return f'Step {self.number} was taken at a loss scale of {scale:g}.'
         who = ', '.join(self.nonfinite[:3]) + ' …'*(len(self.nonfinite) > 3)
@@ -181,7 +181,7 @@ class StepOutcome:
                 f'the next scale is {then:g}.')
 
     def warn(self):
-        "Warn after fifty non-finite losses in a row, or at the lowest scale; looks where it costs nothing"
+        "Warn after fifty non-finite losses in a row, or at the lowest scale; checked at known skips and each 50th step"
         if self._stepped is not False and self.number % 50 != 49: return
         held = int(self.held.item())
         if held >= 50:
@@ -194,7 +194,7 @@ class StepOutcome:
 def find_joinables(
     model:nn.Module=None, # that is trained; None: not known
 ): # a collection of DDP models and the like
-    "What torch's `Join` may know this model by: itself, or whatever is alive now"
+    "The objects by which torch's `Join` may know this model: itself, or all such objects alive now"
     model = getattr(model, '_orig_mod', model)               # inside torch.compile
     if isinstance(model, Joinable): return [model]
     return WeakSet(o for o in gc.get_objects() if issubclass(type(o), Joinable))
@@ -212,7 +212,7 @@ def deciding_ranks(
     group=None, # process group that decides together; None: that of a DDP model, or all ranks, if there are any
     model:nn.Module=None, # that is trained
 ): # the process group; None: this process alone
-    "Who decides together"
+    "The ranks that decide together"
     group = group or getattr(model, 'process_group', None)
     together = group is None and dist.is_available() and dist.is_initialized()
     return dist.group.WORLD if together else group
@@ -222,7 +222,7 @@ class GradStats:
     "Collects what a policy wants to know of a step, and lets it choose the next scale"
     def __init__(self,
         scaler:LossScaler, # the policy
-        model:nn.Module=None, # whose buffers go back where a step is skipped; a policy may watch it
+        model:nn.Module=None, # its buffers go back if a step is skipped; a policy may watch it
         group=None, # process group that decides together; None: all ranks, if there are any
     ):
         self.scaler, self.model, self.group, self.number = scaler, model, group, -1
@@ -280,7 +280,7 @@ class GradStats:
     ):
         "Count what the policy wants in the scaled gradients, then take the scale out of them"
         if not any(g is not None for _, g, _ in named) and deciding_ranks(self.group, self.model) is None:
-            raise ValueError('No parameter has a gradient: does the loss depend on them?')
+            raise ValueError('No parameter has a gradient: check that the loss depends on them.')
         self.count([g for _, g, _ in named if g is not None])
         self.add(dict(found_inf=unscale_(named, self.scaler)))
         self.named += named
@@ -293,7 +293,7 @@ class GradStats:
         if ('amax', 'loss') in self.scaler.wants and ('amax', 'loss') not in self.stats:
             self.stats['amax', 'loss'] = torch.ones_like(self.scaler.scale)
         missing = [w for w in self.scaler.wants if w not in (*self.stats, 'loss_finite')]
-        if missing: raise ValueError(f'{self.scaler!r} wants {missing}, and nothing counts it.')
+        if missing: raise ValueError(f'{self.scaler!r} wants {missing}, which nothing counts: count it in watch().')
         group = deciding_ranks(self.group, self.model)
         if group is not None and dist.get_world_size(group) > 1:
             if self.joinables is None: self.joinables = find_joinables(self.model)
@@ -307,7 +307,7 @@ class GradStats:
         gathered:dict=None, # what `gather` returned, if it was called already
         stepped:bool=None, # was the step taken? None: the host does not know yet
     )->StepOutcome:
-        "Let the policy choose: the same on every rank"
+        "Let the policy choose the next scale, the same on every rank"
         stats = dict(self.gather() if gathered is None else gathered)
         found = stats.pop('skips')
         stats['loss_finite'] = stats.pop('loss_nonfinite') == 0
@@ -325,7 +325,7 @@ class GradStats:
 def skips_itself(
     opt, # a torch or fastai optimizer
 )->bool:
-    "Does a tensor skip its next step? If it is fused, but for SGD's first step with momentum"
+    "Can the optimizer skip its next step on the device? Yes if it is fused, except for SGD's first step with momentum"
     opt = inner_optimizer(opt)
     if not getattr(opt, '_step_supports_amp_scaling', False): return False
     if not isinstance(opt, torch.optim.SGD): return True
@@ -338,7 +338,7 @@ def guarded_step(
     opt, # a torch or fastai optimizer
     outcome:StepOutcome, # of the step
 ): # a context: may `opt.step()` be called?
-    "A fused optimizer may always step: within this context it reads from the device whether to skip"
+    "A context for a step; a fused optimizer may always step in it, since it reads from the device whether to skip"
     inner, fused = inner_optimizer(opt), skips_itself(opt)
     if fused:
         outcome.grads = None
@@ -361,12 +361,12 @@ def valid_scheme(
     dtype, # 'fp16', 'bf16' or a torch.dtype
     scaler, # a LossScaler, or None
 )->torch.dtype:
-    "FP16 needs a scaler, BF16 takes none or a constant one; the dtype, or a ValueError"
+    "The dtype; ValueError unless FP16 has a scaler, or BF16 none or a constant one"
     dtype = half_dtype(dtype)
     if not isinstance(scaler, LossScaler | None):
-        raise ValueError(f'{scaler!r} is not a policy: give one, as DynamicScaler(); the format is dtype=.')
+        raise ValueError(f'{scaler!r} is not a policy: give one, such as DynamicScaler(); the format is dtype=.')
     if dtype == torch.float16 and scaler is None:
-        raise ValueError('FP16 loses small gradients, and the scaler is None: give a loss scaler, as DynamicScaler().')
+        raise ValueError('FP16 loses small gradients, and the scaler is None: give a loss scaler, say DynamicScaler().')
     if dtype == torch.bfloat16 and not isinstance(scaler, StaticScaler | None):
         raise ValueError(f"BF16 has FP32's range: leave out {scaler!r}, or take dtype='fp16'.")
     return dtype
@@ -377,11 +377,11 @@ def refuse_untrainable(
     "ValueError if its trained weights are not FP32, or if it has sparse gradients"
     for n, p in model.named_parameters():
         if not p.requires_grad or p.dtype == torch.float32: continue
-        if p.dtype.itemsize < 4: raise ValueError(f'{n} is {p.dtype} already, so rounded: train the FP32 model, '
+        if p.dtype.itemsize < 4: raise ValueError(f'{n} is {p.dtype} already, hence rounded: train the FP32 model, '
             'or call model.float() and go on from the rounded weights.')
-        raise ValueError(f'{n} is {p.dtype}, and autocast casts float32 alone: train a float32 model, or in FP32.')
+        raise ValueError(f'{n} is {p.dtype}, and autocast casts only float32: cast the model to float32.')
     sparse = [n for n, m in model.named_modules() if getattr(m, 'sparse', False) is True]
-    if sparse: raise ValueError(f'The gradient of {sparse[0]} is sparse: take sparse=False.')
+    if sparse: raise ValueError(f'The gradient of {sparse[0]} is sparse, and cannot be unscaled: set sparse=False.')
 
 def refuse_optimizer(
     opt, # a torch or fastai optimizer
@@ -459,7 +459,7 @@ class MixedStep:
     def begin(self,
         model:nn.Module, # in FP32
     ):
-        "Look at a new model, and watch it if the policy does; ValueError if it cannot be trained"
+        "Check a new model, and let the policy watch it; ValueError if it cannot be trained"
         refuse_untrainable(model)
         if self.stats and self.stats.watched: self.stats.watched.remove()
         self.stats = GradStats(self.scaler, model, self.group)

@@ -39,7 +39,7 @@ PRODUCTS = ATTENTION | RECURRENT | overloads(
 def _is_half(
     func, args, kwargs, # a call of one of `PRODUCTS`
 )->bool:
-    "Is this product all in FP16, or all in BF16, on a CPU?"
+    "Are all operands of this product in FP16, or all in BF16, on a CPU?"
     ts = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     if func in ATTENTION or func in RECURRENT: ts = ts[:1]
     half = ts[0].dtype in (torch.float16, torch.bfloat16)
@@ -78,10 +78,10 @@ def is_composite(
     return func in WHOLE_LAYERS or func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 def open_op(
-    mode, # a dispatch mode, which is to see the inner ops
+    mode, # a dispatch mode that is to see the inner ops
     func, args, kwargs, # the call
 ):  # what the op returns
-    "Run an op that is made of others so that a mode sees these"
+    "Run an op that is made of other ops so that a mode sees those"
     with mode:
         if func not in WHOLE_LAYERS: return func.decompose(*args, **kwargs)
         return func._op_dk(getattr(torch._C.DispatchKey, args[0].device.type.upper()), *args, **kwargs)
@@ -112,7 +112,7 @@ class fast_half(OpMode):
         self.saturate = overflow == 'saturate'
 
     def run(self, func, args, kwargs):
-        "What an op gives here"
+        "Run an op; products in half precision are summed in FP32"
         if func in PRODUCTS and _is_half(func, args, kwargs): res = _in_fp32(func, args, kwargs)
         elif is_composite(func): return open_op(self, func, args, kwargs)
         else: res = func(*args, **kwargs)
@@ -123,7 +123,7 @@ def half_compute(
     kind:str, # type of the device: 'cpu', 'cuda' …
     compute=None, # makes a context; None: `fast_half` on a CPU, torch's kernels elsewhere
 ): # a context for forward and backward
-    "How half products are computed on a device"
+    "The context in which half products are computed on a device"
     if compute is not None: return compute()
     return fast_half() if kind == 'cpu' else nullcontext()
 

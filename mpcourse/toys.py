@@ -35,7 +35,7 @@ class Data:
         return f'{self.name}: {sizes}' + (f' ({self.note})' if self.note else '')
 
 def _sklearn_digits():
-    "scikit-learn's digits as two arrays, or a sentence that says how to get them"
+    "scikit-learn's digits as two arrays; ImportError that says how to get them"
     try: from sklearn.datasets import load_digits
     except ImportError as e:
         raise ImportError("The digits come with scikit-learn, which is missing: pip install 'mpcourse[course]'") from e
@@ -113,7 +113,7 @@ def relu_mlp(
     width: int = 64,  # features of a hidden layer
     depth: int = 4,   # linear layers
 ) -> nn.Sequential: # images (N, 1, 8, 8) to logits (N, 10)
-    "The net that does not mind 16 bits"
+    "The net that 16 bits do not harm"
     return mlp([64] + [width]*(depth-1) + [10], nn.ReLU, seed, device)
 
 def deep_sigmoid(
@@ -181,7 +181,7 @@ def fit(
     schedule=None,             # step number -> factor of the learning rate
     on_step=None,              # (step number, record) -> True to stop; may add numbers to the record
 ) -> dict: # one list of floats per recorded name: {'loss': [...], ...}
-    "The one loop over batches"
+    "Train a model: the one loop over batches"
     records, base = [], [g['lr'] for g in opt.param_groups]
     model.train()
     for i, (xb, yb) in enumerate(batches):
@@ -198,7 +198,7 @@ def accuracy(
     pred: torch.Tensor, # logits (…, classes)
     y: torch.Tensor,    # classes (…)
 ) -> float: # share of right answers
-    "How often the largest logit is the right one"
+    "The share of examples whose largest logit is the right one"
     return (pred.argmax(-1) == y).float().mean().item()
 
 @torch.no_grad()
@@ -280,7 +280,7 @@ def heads_loss(
     y: torch.Tensor,      # of `drawings`
     weight: float = 0.01, # of the drawing's error
 ) -> torch.Tensor: # 0-dim
-    "Cross-entropy, and a little of the drawing's mean squared error"
+    "Cross-entropy, plus a small part of the drawing's mean squared error"
     return F.cross_entropy(pred[:, :10], y[:, 0].long()) + weight*F.mse_loss(pred[:, 10:], y[:, 1:])
 
 @torch.no_grad()
@@ -288,7 +288,7 @@ def heads_score(
     model: nn.Module, # a `TwoHeads`, in FP32
     data: Data,       # `drawings()`
 ) -> tuple: # accuracy, and the drawing's mean squared error, on the validation part
-    "How well it reads, and how well it draws"
+    "How well the model reads, and how well it draws"
     x, y = data.valid
     pred = model(x)
     return (pred[:, :10].argmax(1) == y[:, 0]).float().mean().item(), F.mse_loss(pred[:, 10:], y[:, 1:]).item()
@@ -446,7 +446,7 @@ TOYS['relu_mlp'] = Toy(
     acc=(.93, 1))
 TOYS['deep_sigmoid'] = Toy(
     name='deep_sigmoid',
-    story='its gradients vanish in FP16; its initialization is to blame',
+    story='its gradients vanish in FP16, because of its initialization',
     data=digits,
     model=deep_sigmoid,
     opt=partial(torch.optim.Adam, lr=6e-3),

@@ -60,7 +60,7 @@ def replay_batch(
     compute=nullcontext, # makes a context for forward and backward
     keep=Tensor.detach, # what to keep of each tensor
 )->dict: # (name, kind) -> what was kept; of a layer that is called twice, of its last call
-    "Forward and backward of a micro-batch on a copy of the model, with the random numbers that will be drawn"
+    "Run a micro-batch forward and backward on a copy of the model, with the random numbers that will be drawn"
     if isinstance(scale, LossScaler): scale = scale.scale
     twin, found = model_to_float(copy.deepcopy(model)), {}
     def see(name, kind, t): found[name, kind] = keep(t)
@@ -88,7 +88,7 @@ def probe_flushed(
     kinds=('weight_grad', 'activation_grad'), # of what; also 'activation'
     names=None, # of modules and parameters, as for `match_names`
 )->dict: # (name, kind) -> ZeroCount
-    "Replay a micro-batch twice, in FP32 and as it will be: which zeros are due to the format?"
+    "Replay a micro-batch in FP32 and as it will be trained, to see which zeros are due to the format"
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     with _disable_current_modes():
         high = replay_batch(model, batch, loss_func, None, scale, keep=lambda t: t != 0)
@@ -135,7 +135,7 @@ def plot_underflow(
     kind:str='weight_grad', # of which tensors
     ax=None, # a matplotlib Axes; a new one if None
 ):  # the Axes
-    "Layers over steps: which share of each is flushed? Grey where the step was skipped"
+    "Draw the flushed share of each layer over the steps, grey where the step was skipped"
     import matplotlib.pyplot as plt
     table = share_table(frame, kind=kind).reindex(sorted({*frame.step}))
     if ax is None: ax = plt.subplots(figsize=(7.2, .9 + .22*table.shape[1]))[1]
@@ -158,7 +158,7 @@ def plot_ridges(
     ax=None, # a matplotlib Axes; a new one if None
     scale:float=1., # the loss scale that is not in the magnitudes: the band is moved by it
 ):  # the Axes
-    "Histograms of magnitudes, one behind the other; the share of zeros is written beside"
+    "Draw histograms of magnitudes, one above the other; the share of zeros stands beside each"
     import matplotlib.pyplot as plt
     if ax is None: ax = plt.subplots(figsize=(7.2, 1.2 + .28*len(hists)))[1]
     for base, h in zip(range(len(hists))[::-1], hists.values()):

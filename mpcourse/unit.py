@@ -54,7 +54,7 @@ def unit_stds(
     f:Callable, # takes the tensors, in their order; returns a tensor
     **tensors, # its arguments, under names for the report; floating-point ones get gradients
 )->dict: # 'y' -> std of the output (a loss has none), and each name -> std of its gradient
-    "How large an op's output and gradients are, for a gradient of unit scale from above"
+    "The standard deviations of an op's output and gradients, for an incoming gradient of unit scale"
     args = {k: v.detach().clone().requires_grad_(v.is_floating_point()) for k,v in tensors.items()}
     y = f(*args.values())
     y.backward(torch.randn_like(y) if y.dim() else None)
@@ -63,9 +63,9 @@ def unit_stds(
 
 # %% ../nbs/25_unit.ipynb #b408f17e
 def rsqrt(
-    n:float, # what a sum runs over
+    n:float, # how many numbers a sum has
 )->float: # 1/√n; 1 for the sum over an empty tensor, which `unit_op` refuses
-    "The factor that a sum of n unit numbers wants"
+    "The factor that brings a sum of n unit numbers to unit scale"
     return n**-.5 if n else 1.
 
 def linear_factors(
@@ -73,7 +73,7 @@ def linear_factors(
     fan_out:int, # features of the output, over which the input's gradient sums
     batch:int, # rows, over which the parameters' gradients sum
 )->dict: # factor of the output 'y' and of the gradients of 'x', 'w', 'b'
-    "Ideal factors of a linear layer: one over the square root of what each sum runs over"
+    "Ideal factors of a linear layer: one over the square root of the number of terms in each sum"
     return dict(y=rsqrt(fan_in), x=rsqrt(fan_out), w=rsqrt(batch), b=rsqrt(batch))
 
 # %% ../nbs/25_unit.ipynb #942c50bb
@@ -82,7 +82,7 @@ def assert_unit_scaled(
     tol:float=.1, # how far from 1 a standard deviation may be
     **tensors, # as in `unit_stds`
 ):
-    "AssertionError that names what is not of unit scale"
+    "AssertionError that names the output or gradients that are not of unit scale"
     off = {k: round(v, 3) for k,v in unit_stds(f, **tensors).items() if not abs(v - 1) <= tol}
     assert not off, f'Not unit-scaled: {off} should be within {tol} of 1.'
 
@@ -96,7 +96,7 @@ def unit_op(
     params=PARAMS, # names of those tensors that are parameters; op adds 'b' at its end
     **xs, # the tensors; None is handed on
 )->Tensor: # op(*xs)·factors['y'], where b has no factor
-    "An op whose output and whose gradients get a factor each; a ValueError for what has no scale"
+    "An op whose output and gradients get a factor each; ValueError for a tensor that has no scale"
     f, given = factors, {n: x for n,x in xs.items() if x is not None}
     for n,x in given.items():
         if not (x.is_floating_point() and x.numel()):
@@ -187,8 +187,8 @@ unit_relu, unit_gelu, unit_silu, unit_tanh, unit_sigmoid = [
 #| code-fold: true
 def compile_constant(
     f:Callable, # takes and returns Python's numbers and tuples
-)->Callable: # f with a cache through which compilers do not look
-    "What torch.compiler.assume_constant_result does, which would load the compiler at once"
+)->Callable: # f with a cache, which compilers treat as a constant
+    "Mark f as torch.compiler.assume_constant_result does, which would load the compiler at once"
     cached = lru_cache(None)(f)
     @wraps(f)
     def call(*args): return cached(*args)
@@ -218,7 +218,7 @@ def softmax_sums(
 def softmax_factors(
     n:int, # entries
 )->dict: # factor of 'y' and of the gradient of 'x'
-    "Ideal factors of a softmax over n normal numbers; that of a single entry is a constant and keeps its own"
+    "Ideal factors of a softmax over n normal numbers; for a single entry it is constant, and the factors are 1"
     if n < 2: return dict(y=1., x=1.)
     s, h = softmax_sums(n)
     return dict(y=(s/n - 1/n**2)**-.5, x=(h/n)**-.5)
@@ -269,7 +269,7 @@ def unit_attention(
     "Scaled dot-product attention, unit-scaled, by torch's own kernel"
     queries, keys = q.shape[-2], k.shape[-2]
     if is_causal and queries != keys:
-        raise ValueError(f'Causal attention of {queries} queries over {keys} keys leaves open who sees what.')
+        raise ValueError(f'Causal attention of {queries} queries over {keys} keys is not defined: give as many keys.')
     if context: queries, keys = context if is_causal else queries, context
     ratio = v.shape[-1]/max(q.shape[-1], 1)
     f = constrain(attention_factors(queries, keys, is_causal, ratio), constraint)
@@ -342,7 +342,7 @@ def gradient_cosines(
 )->dict: # name of each parameter, and 'input i' -> cosine between its gradient and the true one
     """Compare each gradient's direction with that of the unscaled model: the same function, and autograd's gradients
 
-    What is 1e-10 of the largest gradient or less, ours and the true one, is zero up to rounding and counts as 1."""
+    Where ours and the true gradient are 1e-10 of the largest or less, both are zero up to rounding and count as 1."""
     ours = _gradients(model, inputs, loss_func)
     with true_gradients(): true = _gradients(model, inputs, loss_func)
     tiny = [1e-10*max([g.norm() for g in gs.values()], default=0.) for gs in (ours, true)]
@@ -361,7 +361,7 @@ def assert_true_directions(
     cos = gradient_cosines(model, *inputs, loss_func=loss_func)
     off = {n: round(c, 7) for n,c in cos.items() if not c >= 1 - tol}
     assert not off, (f"These gradients point elsewhere than the unscaled model's (their cosines): {off}. Some op "
-                     'whose input is no cut edge has another factor backward than forward: give it a constraint.')
+                     'whose input is not a cut edge has another factor backward than forward: give it a constraint.')
 
 # %% ../nbs/25_unit.ipynb #425d870d
 def weighted_add(
@@ -423,7 +423,7 @@ def unit_mse(
 )->Tensor: # 0-dim, FP32 for half predictions
     "Mean squared error; its gradient has unit scale where both are unit and independent"
     if x.shape != y.shape:
-        raise ValueError(f'unit_mse compares like with like, not {tuple(x.shape)} with {tuple(y.shape)}.')
+        raise ValueError(f'Shapes {tuple(x.shape)} and {tuple(y.shape)} differ: give one target for each.')
     f = x.numel()*8**-.5
     def op(x, y): return F.mse_loss(x.to(_wide(x)), y.to(_wide(y)))
     return unit_op(op, dict(y=1., x=f, target=f), f or 1., x=x, target=y)

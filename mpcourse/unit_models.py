@@ -70,7 +70,7 @@ def unit_layer(
 )->type: # torch's layer with another forward, named Unit…; in `UNIT_LAYERS` from now on
     "Make torch's layer unit-scaled: same arguments, same parameters"
     def run(self, *xs):
-        "As torch's layer has it, but for factors"
+        "As torch's layer, with factors"
         return forward(self, *xs)
 
     body = dict(forward=run, only=only, __module__=__name__, __doc__=f'nn.{cls.__name__}, unit-scaled')
@@ -263,16 +263,16 @@ def not_convertible(
     model:nn.Module, # any
     known:dict=UNIT_LAYERS, # class -> its unit-scaled one
 )->dict: # name of a module or of a weight -> why; empty where `unit_scale` works
-    "What stands in the way of unit scaling"
+    "Why a model cannot be unit-scaled"
     why, seen = {}, {}
     for name,m in model.named_modules(remove_duplicate=False):
         here = name or 'the model itself'
         stays, cls = type(m) in NEUTRAL_LAYERS or getattr(m, 'unit_scaled', False), known.get(type(m))
-        if not (stays or cls): why[here] = f'nobody knows a {type(m).__name__}'
+        if not (stays or cls): why[here] = f'no unit-scaled {type(m).__name__} is known'
         off = cls.unknown_options(m) if issubclass(cls or nn.Module, UnitLayer) else {}
         if off.keys() - {'inplace'}: why[here] = f'there is no factor for {off}'
         made = [n for n in ('weight', 'bias') if isinstance(m.__dict__.get(n), Tensor)]
-        if made: why[here] = f'its {made[0]} is no parameter but computed from others'
+        if made: why[here] = f'its {made[0]} is not a parameter but computed from others'
         for n,p in m.named_parameters(name, recurse=False):
             if (first := seen.setdefault(id(p), n)) != n: why[n] = f'it is {first} as well'
             elif not stays and p.numel() and (no := _unfit(m, n, p)): why[n] = no
@@ -286,7 +286,7 @@ def unit_scale(
     constraint:str='geometric', # for all other layers; 'none' where the model is a chain
     known:dict={}, # further modules: your class -> its unit-scaled one, with a forward for the same parameters
 )->nn.Module: # a copy, unit-scaled, with weights of variance one
-    "Convert a model, or raise a ValueError that names what is in the way; the copy wants other learning rates"
+    "Convert a model, or raise a ValueError that names what is in the way; the copy needs other learning rates"
     known = UNIT_LAYERS | known
     if why := not_convertible(model, known): raise ValueError(f'Nothing was converted: {why}.')
     constrain(dict(y=1.), constraint)       # one that there is not is refused here
@@ -300,7 +300,7 @@ def unit_scale(
             elif n == 'bias': p.zero_()
     if readout is None: return model
     last = dict(model.named_modules()).get(readout)
-    if type(last) is not UnitLinear: raise ValueError(f'There is no linear layer {readout!r} for a readout.')
+    if type(last) is not UnitLinear: raise ValueError(f'There is no linear layer {readout!r}: name one.')
     last.__class__, last.constraint = UnitReadout, UnitReadout.constraint
     return model
 
@@ -310,10 +310,10 @@ def unit_param_groups(
     lr:float, # of the embeddings
     vectors:float=1/32, # what the rate of biases and of norms' weights is multiplied by
 )->list: # parameter groups for Adam
-    """Learning rates that fit every width: lr over what a layer's output moves by when each weight moves by one
+    """Learning rates that fit every width: lr over the change of a layer's output when each weight changes by one
 
-    It is a sum over fan_in, divided by fan_in to the layer's `power`: so lr/√fan_in for unit-scaled layers, and
-    lr/fan_in for ordinary ones."""
+    That change is a sum over fan_in, divided by fan_in to the layer's `power`. The rate is lr/√fan_in for unit-scaled
+    layers, and lr/fan_in for ordinary ones."""
     groups = {}
     for m in model.modules():
         power = getattr(m, 'power', 0.)

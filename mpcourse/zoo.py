@@ -68,8 +68,8 @@ def two_towers(
 def contrastive(
     pred: torch.Tensor, # logits (N, captions)
     y: torch.Tensor,    # the right caption of each picture (N,), int64
-) -> torch.Tensor: # 0-dim; ln(captions) for a guesser, 0 for one that knows
-    "Picture to name, and name to its pictures, in equal parts"
+) -> torch.Tensor: # 0-dim; ln(captions) for guessing, 0 for a perfect answer
+    "The mean of two losses: picture to name, and name to its pictures"
     right = F.one_hot(y, pred.shape[1]).T.to(pred.dtype)                # (captions, N)
     right = right[right.sum(1) > 0]
     share = right / right.sum(1, keepdim=True)
@@ -125,7 +125,7 @@ class Study:
         return {row: {k: self._spread(row, k) for k in names[row]} for row in self.rows}
 
     def misses(self, row, found) -> dict:
-        "Numbers of a fresh run outside the stored spread, once its width (or a tenth) on each side"
+        "Numbers of a new run that lie outside the stored spread, widened by itself (or a tenth) on each side"
         out = {}
         for k, v in found.items():
             *vs, x = [math.inf if math.isnan(u) else u for u in [*self.values(row, k), v]]
@@ -141,7 +141,7 @@ class Study:
         return importlib.import_module(self.path.stem)
 
     def run(self, row, seed) -> dict:
-        "One row with one seed, live; a stored seed means the same under any MPCOURSE_SEED"
+        "Run one row with one seed, which means the same under any MPCOURSE_SEED"
         shift = os.environ.pop('MPCOURSE_SEED', None)
         try: return {k: float(v) for k, v in self.module.run(row, seed).items()}
         finally:

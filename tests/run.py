@@ -26,13 +26,13 @@ class Counts:
 
 
 def environment(**more):
-    "One thread per process, no colours, and a word to the tests that the pages are fresh"
+    "One thread per process, no colours, and a variable that tells the tests that the pages are fresh"
     one = {f'{v}_NUM_THREADS': '1' for v in ('OMP', 'MKL', 'OPENBLAS')}
     return {**os.environ, **one, 'MPCOURSE_TEST': '1', 'PIP_DISABLE_PIP_VERSION_CHECK': '1', 'NO_COLOR': '1', **more}
 
 
 def sh(*cmd, cwd=ROOT, **env):
-    "Run a command; returns its exit code. No clock ends it: single tests and cells have limits, a busy machine has none"
+    "Run a command and return its exit code. It has no time limit, since single tests and cells have theirs"
     p = subprocess.Popen([str(c) for c in cmd], cwd=cwd, env=environment(**env), start_new_session=True)
     try: return p.wait()
     except BaseException:
@@ -61,7 +61,7 @@ def in_sync(tmp):
     code = sh(BIN/'nbdev_export', cwd=tmp)
     new, old = ({p.name for p in (d/'mpcourse').glob('*.py')} for d in (tmp, ROOT))
     differ = sorted(n for n in new | old if n not in new & old or not filecmp.cmp(tmp/'mpcourse'/n, ROOT/'mpcourse'/n, shallow=False))
-    for n in differ: print(f'mpcourse/{n} is not what the notebooks export: run nbdev_export')
+    for n in differ: print(f'mpcourse/{n} differs from what the notebooks export: run nbdev_export.')
     return check('the package is what the notebooks export', code == 0 and not differ)
 
 
@@ -92,7 +92,7 @@ def lint():
 
 
 def course():
-    "Every notebook once, in a fresh kernel, into _course/; but in CI not again where neither its text nor its code has changed"
+    "Run every notebook in a fresh kernel into _course/; outside of CI only those whose text or code has changed"
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp)/'outcomes.json'
         code = ("import json, sys; from tools.course import run_course; "
@@ -130,7 +130,7 @@ def library_env():
     stamp = LIBENV/'.installed'
     want = hashlib.sha256((ROOT/'settings.ini').read_bytes() + Path(__file__).read_bytes()).hexdigest()
     if stamp.exists() and stamp.read_text() == want: return True
-    print('Installing the newest fastai and fastcore into .venv-library; the first time this takes a few minutes.')
+    print('Installing the newest fastai and fastcore into .venv-library, which takes a few minutes the first time.')
     python = LIBENV/'bin/python'
     if not python.exists() and sh(sys.executable, '-m', 'venv', LIBENV): return False
     wanted = [torch_bound(), 'fastai', 'fastcore', 'pytest', 'pytest-timeout', 'pytest-rerunfailures', 'pytest-xdist', 'hypothesis', 'ml_dtypes', 'gfloat', 'scikit-learn',
@@ -143,7 +143,7 @@ def library_env():
 
 
 def findings():
-    "What fastaistyle has against the notebooks, but for the stubs of exercises; a line of the code for each"
+    "The findings of fastaistyle in the notebooks, except in stubs of exercises; a line of code for each"
     command = [LIBENV/'bin/chkstyle', '--ignore', CHKSTYLE_IGNORE, 'nbs']
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder)/'nbs').mkdir()
@@ -167,7 +167,7 @@ def style():
 
 
 def library():
-    "What meets fastai, once more beside the newest fastai and fastcore (the torch is the same, and so is its arithmetic)"
+    "Run what uses fastai again with the newest fastai and fastcore (torch and its arithmetic are the same)"
     if not library_env(): return check('.venv-library installs', False)
     alone = '-k', 'not rank and not process and not killed' # these have run with the other tests
     promised = [f'tests/promises/test_{name}.py' for name in ('1_no_nan', '2_fp32', '3_resume')]
@@ -184,7 +184,7 @@ STAGES = [exports, lint, course, tests, library, style]
 
 
 def run(stage):
-    "Run a stage, come what may"
+    "Run a stage, and report an exception as a failed check"
     print(f'\n== {stage.__name__}: {stage.__doc__[0].lower()}{stage.__doc__[1:]}', flush=True)
     start = time.time()
     try: res = stage()
@@ -198,7 +198,7 @@ def run(stage):
 def main(names):
     "Run the stages named, or all; returns the exit code"
     unknown = set(names) - {s.__name__ for s in STAGES}
-    if unknown: sys.exit(f'There is no stage {", ".join(sorted(unknown))}: there are {", ".join(s.__name__ for s in STAGES)}.')
+    if unknown: sys.exit(f'There is no stage {", ".join(sorted(unknown))}: take some of {", ".join(s.__name__ for s in STAGES)}.')
     total = sum((run(s) for s in STAGES if not names or s.__name__ in names), Counts())
     print()
     if not chromium():

@@ -156,7 +156,7 @@ def test_a_scheme_that_refuses_the_net_says_why():
 def test_fp32_that_fails_blames_no_format():
     t = linear()
     bad = [(x*math.inf, y) for x, y in t.batches()]
-    with pytest.raises(ValueError, match='no format is to blame'): advise(t.model, t.opt(t.model.parameters()), t.loss_func, bad)
+    with pytest.raises(ValueError, match='mend the training'): advise(t.model, t.opt(t.model.parameters()), t.loss_func, bad)
 
 
 def test_remarks():

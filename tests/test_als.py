@@ -168,9 +168,9 @@ def test_no_weight_becomes_nan_in_two_hundred_bad_steps(name, quietly):
     assert [step(1.).stepped for _ in range(160)][-1]
 
 
-BAD = [(dict(threshold=1.5), 'threshold=1.5'), (dict(threshold=-.1), 'take 0 to 1'), (dict(threshold=NAN), 'threshold=nan'), (dict(edge=0.), 'edge=0.0'),
-       (dict(edge=1e5), 'edge=1'), (dict(edge=8189.), 'take an FP16 number'), (dict(factor=1.), 'factor=1.0'), (dict(period=0), 'period=0'),
-       (dict(period=1.5), 'period=1.5'), (dict(weights=False, activations=False), 'nothing left'),
+BAD = [(dict(threshold=1.5), 'threshold=1.5'), (dict(threshold=-.1), 'take one from 0 to 1'), (dict(threshold=NAN), 'threshold=nan'), (dict(edge=0.), 'edge=0.0'),
+       (dict(edge=1e5), 'edge=1'), (dict(edge=8189.), 'a positive FP16 number'), (dict(factor=1.), 'factor=1.0'), (dict(period=0), 'period=0'),
+       (dict(period=1.5), 'period=1.5'), (dict(weights=False, activations=False), 'no gradients to count'),
        (dict(min_scale=4., init_scale=2.), '2.0 cannot work'), (dict(max_scale=.5), '0.5'), (dict(init_scale=0.), '0.0 cannot work'),
        (dict(min_scale=0.), '0.0'), (dict(max_scale=INF), 'inf'), *[({k: v}, 'cannot work') for k in ('edge', 'threshold', 'factor', 'period') for v in ('x', None)]]
 @pytest.mark.parametrize('kw,says', BAD)

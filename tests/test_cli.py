@@ -73,8 +73,8 @@ def test_a_policy_that_gives_up_is_named(capsys):
 
 @pytest.mark.parametrize('argv, says', [
     (('--storm', 'hurricane'), "There is no storm 'hurricane': take hard, random, a script"), (('--storm', ''), "There is no storm ''"),
-    (('--policies', 'torch,nobody'), 'nobody'), (('--start', '0'), 'A loss scale of 0'), (('--start', 'high'), "'high' is no number"),
-    (('--factor', '3'), 'cannot be 3 times as large'), (('--factor', 'x'), "'x' is no number"), (('--storm', 'random', '--rate', '2'), 'a probability'),
+    (('--policies', 'torch,nobody'), 'nobody'), (('--start', '0'), 'A loss scale of 0'), (('--start', 'high'), "'high' is not a number"),
+    (('--factor', '3'), 'cannot be 3 times as large'), (('--factor', 'x'), "'x' is not a number"), (('--storm', 'random', '--rate', '2'), 'a probability'),
     (('--storm', 'hard', '--bad', '0', '--before', '0', '--after', '0'), 'no steps'),
     (('--storm', '01', '--policies', 'torch', '--out', '/nowhere/x.png'), "The plot cannot be written to '/nowhere/x.png' (No such file or directory): name another file with --out."),
     (('--storm', '01', '--policies', 'torch', '--out', '.'), "'.' (it is a folder): name another"), (('--storm', '01', '--policies', 'torch', '--out', 'x.abc'), 'abc')])
@@ -86,7 +86,7 @@ def test_replay_refuses_in_a_sentence(argv, says, capsys):
 def test_a_file_that_is_no_trace(tmp_path, capsys):
     (tmp_path/'x.json').write_text('{"a": 1}')
     code, _, err = out_of(capsys, 'replay', '--storm', str(tmp_path/'x.json'))
-    assert code == 2 and 'is no whole trace' in err and err.count('\n') == 1
+    assert code == 2 and 'is not a whole trace' in err and err.count('\n') == 1
 
 
 @pytest.mark.parametrize('argv', [('replay', '--bad', '-1'), ('replay', '--steps', '0'), ('compare', '--seeds', '0'), ('compare', '--seeds', 'x')])
@@ -119,7 +119,7 @@ def test_compare_writes_a_page(tmp_path, capsys):
     assert main([*line, str(tmp_path/'page.html')]) == 0
     page = (tmp_path/'page.html').read_text(encoding='utf-8')
     assert '<table' in page and 'BF16' in page and f'The page is {tmp_path/"page.html"}' in capsys.readouterr().out
-    assert main([*line, str(tmp_path/'no'/'page.html')]) == 2 and 'page.html: No such file' in capsys.readouterr().err
+    assert main([*line, str(tmp_path/'no'/'page.html')]) == 2 and 'No such file' in capsys.readouterr().err
 
 
 def test_compare_trains_a_net_of_ones_own(capsys):
@@ -129,7 +129,7 @@ def test_compare_trains_a_net_of_ones_own(capsys):
 
 
 @pytest.mark.parametrize('argv, says', [(('chess',), "There is no toy 'chess'"), (('relu_mlp', '--schemes', 'FP32,magic'), "There is no scheme 'magic'"),
-                                        (('mine.py:none',), "defines no function 'none'"), (('mine.py:nothing',), 'should be a Training'), (('no.py:f',), 'no.py')])
+                                        (('mine.py:none',), "defines no function 'none'"), (('mine.py:nothing',), 'return a Training'), (('no.py:f',), 'no.py')])
 def test_compare_refuses_in_a_sentence(argv, says, capsys):
     Path('mine.py').write_text(SCRIPT)
     code, _, err = out_of(capsys, 'compare', *argv)
@@ -139,7 +139,7 @@ def test_compare_refuses_in_a_sentence(argv, says, capsys):
 def test_a_warning_is_one_sentence_and_the_process_keeps_its_own_way_of_warning(capsys):
     before = warnings.showwarning
     code, _, err = out_of(capsys, 'replay', '--start', '1000', '--policies', 'torch,fastai', '--storm', '010')
-    assert code == 0 and err == 'A loss scale of 1000 is no power of two: it rounds each gradient once more; 512 would not.\n'
+    assert code == 0 and err == 'A loss scale of 1000 is not a power of two, so it rounds each gradient once more: 512 would not.\n'
     assert warnings.showwarning is before
 
 
@@ -166,7 +166,7 @@ def test_check_runs_solutions_and_says_what_is_wrong(capsys, tmp_path, monkeypat
         mine.write_text(code)
         got, out, err = out_of(capsys, 'check', '09', str(mine))
         assert got == exit_code and out.startswith(said) and not err
-    for argv, said in ((['77', str(mine)], 'no chapter 77'), (['09', 'nowhere.py'], 'nowhere.py'), (['12', str(mine)], 'none of')):
+    for argv, said in ((['77', str(mine)], 'no chapter 77'), (['09', 'nowhere.py'], 'nowhere.py'), (['12', str(mine)], 'no function of these names')):
         got, out, err = out_of(capsys, 'check', *argv)
         assert got == 2 and not out and said in err
 

@@ -1145,8 +1145,8 @@ def test_what_cannot_be_accumulated_is_refused():
     (lambda: emulate('fp16', overflow='wrap'), "no overflow 'wrap'"),
     (lambda: emulate('e4m3', overflow='inf'), 'e4m3 has no inf'),
     (lambda: emulate('fp16', accumulate='half?'), "no format 'half"),
-    (lambda: emulate('fp16', accumulate='fp16', chunk=0), 'chunk of 0'),
-    (lambda: emulate('fp16', chunk=1.5), 'chunk of 1.5')])
+    (lambda: emulate('fp16', accumulate='fp16', chunk=0), 'chunk=0'),
+    (lambda: emulate('fp16', chunk=1.5), 'chunk=1.5')])
 def test_bad_arguments_get_a_sentence(make, words):
     with pytest.raises(ValueError, match=words): make()
 

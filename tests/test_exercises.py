@@ -658,7 +658,7 @@ def test_marks(tmp_path):
     assert [r['state'] for r in marks['exercises']] == ['right', 'wrong', 'not tried'] and (marks['points'], marks['of']) == (1, 6)
     assert '20 s' in marks['exercises'][1]['says']
     mine.write_text('import os\ndef stuck_at(man_bits): os._exit(3)\n')
-    assert 'ended with 3' in mark(mine)['exercises'][0]['says']
+    assert 'exit code 3' in mark(mine)['exercises'][0]['says']
     cheat = 'import os\ndef stuck_at(man_bits):\n    print(\'{{"state": "right", "says": ""}}\', flush=True)\n    {}\n'
     for leaves in ('os._exit(0)', 'raise SystemExit(0)', 'pass'):
         mine.write_text(cheat.format(leaves))

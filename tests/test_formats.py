@@ -130,7 +130,7 @@ def test_nothing_lies_nearer_than_the_encoded_value(x, fmt):
     (lambda: FloatFormat(1, 3), ['1 exponent bits', '2 to 10']), (lambda: FloatFormat(11, 3), ['11 exponent bits']),
     (lambda: FloatFormat(4, 53), ['53 fraction bits']), (lambda: FloatFormat(4, -1), ['-1 fraction bits']),
     (lambda: FloatFormat(4.0, 3), ['4.0 exponent bits']), (lambda: FloatFormat(4, 3, kind='ocp'), ["'ocp'", 'fnuz']),
-    (lambda: FloatFormat(10, 3, bias=5000), ['5000', 'FP64']), (lambda: FloatFormat(8, 1, kind='scale'), ['no fraction']),
+    (lambda: FloatFormat(10, 3, bias=5000), ['5000', 'FP64']), (lambda: FloatFormat(8, 1, kind='scale'), ['a scale has none']),
     (lambda: get_format('fp17'), ["'fp17'", 'bf16', 'eXmY']), (lambda: get_format(torch.int8), ['int8']), (lambda: get_format(None), ['None']),
     (lambda: F.fp16.decode(65536), ['65536', '65535']), (lambda: F.fp16.decode(-1), ['-1']),
     (lambda: F.e2m1.encode(math.nan), ['e2m1', 'NaN', 'nan_to_num']), (lambda: F.fp16.neighbours(math.nan), ['NaN']),

@@ -134,7 +134,7 @@ def test_random_storm():
 def test_from_bits():
     assert from_bits('01 1\n0').bad.tolist() == [False, True, True, False]
     for bits in ('', '  ', '012', 'yes'):
-        with pytest.raises(ValueError, match='is no script'): from_bits(bits)
+        with pytest.raises(ValueError, match='is not a script'): from_bits(bits)
 
 
 @pytest.mark.parametrize('factor', [2.**10, 2.**-7, 1.])
@@ -188,7 +188,7 @@ def test_files_that_are_no_trace(spoiled, tmp_path):
     elif spoiled == 'far kind': doc['kind'][0] = 9
     elif spoiled == 'word': doc['amax'][0] = 'large'
     f.write_text(json.dumps(doc) if ' ' in spoiled and '{' not in spoiled or spoiled == 'word' else spoiled)
-    with pytest.raises(ValueError, match='is no whole trace'): load_trace(f)
+    with pytest.raises(ValueError, match='is not a whole trace'): load_trace(f)
     with pytest.raises(FileNotFoundError, match='There is no file'): load_trace(tmp_path/'nowhere.json')
 
 
@@ -292,7 +292,7 @@ def test_a_rule_without_a_floor_sinks_and_a_scaler_stays_at_its_own():
 
 def test_a_storm_is_a_trace():
     for what in ('random', None, '0110'):
-        with pytest.raises(ValueError, match='is no Trace'): replay('torch', what)
+        with pytest.raises(ValueError, match='is not a Trace'): replay('torch', what)
 
 
 def test_metaseqs_way_back():

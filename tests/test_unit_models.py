@@ -280,7 +280,7 @@ def pruned(what):
 def test_weights_that_are_computed_are_refused(make, held):
     layer = make()
     for model, name in ((layer, 'the model itself'), (nn.Sequential(nn.Tanh(), layer), '1'), (nn.Sequential(UnitResidual(layer)), '0.f')):
-        with pytest.raises(ValueError, match=f"'{name}': 'its {held} is no parameter"): unit_scale(model)
+        with pytest.raises(ValueError, match=f"'{name}': 'its {held} is not a parameter"): unit_scale(model)
         assert type(layer) in (nn.Linear, nn.Conv1d)
 
 

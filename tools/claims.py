@@ -1,14 +1,14 @@
-"""A claim is true on every machine: run the chapters under other seeds, threads, instruction sets and interpreters.
+"""Claims should hold on every machine: run the chapters under other seeds, threads, instruction sets and interpreters.
 
-    python tools/claims.py                                        everything that changed since the stored table
+    python tools/claims.py                                        run everything that changed since the stored table
     python tools/claims.py --chapters 10 16 --seeds 0-9 --only seeds
     python tools/claims.py --python ../other/bin/python --only pythons
-    python tools/claims.py --table                                the stored table, nothing run
+    python tools/claims.py --table                                print the stored table, and run nothing
 
-One run is a chapter in a fresh kernel under one variation. A cell that fails does not stop it: all failed cells are named.
-A run is done again when the chapter's code, a module that it imports or the machine has changed.
-The table is studies/claims.json. Its red cells may only become fewer: the exit code is 1, and the table stays as it is,
-when a cell is red that it does not know (--accept stores it all the same).
+One run is a chapter in a fresh kernel under one variation. A cell that fails does not stop the run, and all failed cells
+are named. A run is repeated when the chapter's code, a module that it imports or the machine has changed.
+The table is studies/claims.json. Its red cells may only become fewer. If a cell is red that the table does not list,
+the exit code is 1 and the table stays as it is (--accept stores the cell anyway).
 """
 import argparse, asyncio, json, os, re, subprocess, sys, tempfile, time
 from dataclasses import dataclass
@@ -257,7 +257,7 @@ def table(
     lines = [f'{ch:18}' + ''.join(f'{mark(at.get((ch, h))):>3}' for h in heads) for ch in sorted({r['chapter'] for r in rows})]
     legend = [f'{i:3} {h}' for i, h in enumerate(heads)]
     return '\n'.join([f'{"":18}' + ''.join(f'{i:>3}' for i in range(len(heads))), *lines, '', *legend, *failed_lines(rows),
-                      *[f'not run: {w} (not at hand)' for w in missing(rows)]])
+                      *[f'not run: {w} (not installed here)' for w in missing(rows)]])
 
 
 def failed_lines(rows):
@@ -273,16 +273,16 @@ def failed_lines(rows):
 def parser():
     "The command line"
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('--chapters', nargs='*', default=[], help='numbers or names (all)')
-    p.add_argument('--seeds', default='0-9', help='as 3, or 0-9 (%(default)s)')
-    p.add_argument('--only', nargs='*', default=[], choices=['seeds', 'threads', 'instructions', 'pythons'], help='these alone')
+    p.add_argument('--chapters', nargs='*', default=[], help='numbers or names; by default all')
+    p.add_argument('--seeds', default='0-9', help='such as 3 or 0-9 (%(default)s)')
+    p.add_argument('--only', nargs='*', default=[], choices=['seeds', 'threads', 'instructions', 'pythons'], help='run these variations alone')
     p.add_argument('--python', action='append', default=[], help='another interpreter that has torch and what the course needs')
-    p.add_argument('--workers', type=int, default=os.cpu_count() or 1, help='so many chapters at a time (%(default)s)')
-    p.add_argument('--table', action='store_true', help='print what is stored')
-    p.add_argument('--check', action='store_true', help='store nothing')
-    p.add_argument('--accept', action='store_true', help='store cells that are newly red, too')
+    p.add_argument('--workers', type=int, default=os.cpu_count() or 1, help='how many chapters run at a time (%(default)s)')
+    p.add_argument('--table', action='store_true', help='print the stored table, and run nothing')
+    p.add_argument('--check', action='store_true', help='run and compare, but store nothing')
+    p.add_argument('--accept', action='store_true', help='store the table even if cells are newly red')
     p.add_argument('--nbs', type=Path, default=ROOT/'nbs', help='the folder of notebooks')
-    p.add_argument('--store', type=Path, default=STORE, help='the table')
+    p.add_argument('--store', type=Path, default=STORE, help='the file of the table')
     return p
 
 

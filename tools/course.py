@@ -118,7 +118,7 @@ def is_unchanged(
     ch: Chapter, # a chapter
     out: Path,   # the folder of executed copies
 ) -> bool: # whether to run it again would show nothing new
-    "Did it run without an error, with the same source and the same code?"
+    "Did the chapter run without an error, with the same source and the same code?"
     nb = executed(ch, out)
     meta = nb.metadata.get('mpcourse', {}) if nb else {}
     return bool(meta) and meta['status'] == 'ok' and is_fresh(nb, ch) and meta.get('code') == program_hash(nb)
@@ -311,16 +311,16 @@ def summary(
     seconds: float, # that the whole run took
     out: Path,      # the folder of pages
 ) -> str: # some lines
-    "The table that a run ends with, and every failed cell"
+    "The table that a run prints at its end, and every failed cell"
     def row(*cells): return '{:>5}  {:<38}{:>6}{:>9}  {}'.format(*cells)
     lines = [row(o.chapter.number, o.chapter.title[:38], o.cells, o.seconds, o.status) for o in outcomes]
     failed, ok = [f'FAILED {e}' for o in outcomes for e in o.errors], sum(o.status == 'ok' for o in outcomes)
-    total = f'{ok} of {len(outcomes)} chapters ran in {seconds:.0f} s; read them in {out/"index.html"}'
+    total = f'{ok} of {len(outcomes)} chapters ran in {seconds:.0f} s. Read them in {out/"index.html"}'
     return '\n'.join([row('no.', 'chapter', 'cells', 'seconds', 'status'), *lines, '', *failed, total])
 
 
 def run_async(coro):
-    "Run a coroutine in a thread of its own: the caller may have an event loop already, as browser tests have"
+    "Run a coroutine in another thread, since the caller may have an event loop already, as browser tests have"
     with ThreadPoolExecutor(1) as pool: return pool.submit(asyncio.run, coro).result()
 
 
@@ -347,14 +347,14 @@ def run_course(
 
 def main():
     p = argparse.ArgumentParser(prog='python -m tools.course', description=__doc__.split('\n')[0])
-    p.add_argument('chapters', nargs='*', help='numbers or names, such as 02 rounding; all if none is given')
-    p.add_argument('--out', default=ROOT/'_course', help='folder for pages and executed notebooks (%(default)s)')
+    p.add_argument('chapters', nargs='*', help='numbers or names, such as 02 rounding; by default all')
+    p.add_argument('--out', default=ROOT/'_course', help='the folder for pages and executed notebooks (%(default)s)')
     p.add_argument('--nbs', default=ROOT/'nbs', help='folder of the notebooks (%(default)s)')
-    p.add_argument('--workers', type=int, default=2, help='chapters at a time (%(default)s)')
-    p.add_argument('--timeout', type=int, default=1200, help='seconds for one cell (%(default)s)')
+    p.add_argument('--workers', type=int, default=2, help='how many chapters run at a time (%(default)s)')
+    p.add_argument('--timeout', type=int, default=1200, help='the limit for one cell, in seconds (%(default)s)')
     args = p.parse_args()
     try: outcomes = run_course(' '.join(args.chapters), args.out, args.nbs, args.workers, args.timeout)
-    except KeyboardInterrupt: sys.exit('Stopped; what had ended is kept.')
+    except KeyboardInterrupt: sys.exit('Stopped; the chapters that had ended are kept.')
     return int(any(o.status != 'ok' for o in outcomes))
 
 

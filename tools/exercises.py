@@ -1,6 +1,6 @@
-"""What a teacher needs of the exercises: `mpcourse exercises list | strip OUT | mark FILE | self`, in a clone of the course.
+"""The exercises for teachers: `mpcourse exercises list | strip OUT | mark FILE | self`, in a clone of the course.
 
-A student's code runs in a process of its own with a time limit. It is code, and can do whatever you can: mark in a container.
+A student's code runs in a separate process with a time limit. It can do whatever you can do, so mark in a container.
 """
 import argparse, ast, contextlib, importlib, json, re, secrets, subprocess, sys
 from dataclasses import dataclass
@@ -130,7 +130,7 @@ def judge(
                 if not provide(e.name, cells, names): raise
             else: return dict(state='right', says='')
     except Exception as e: return dict(state='wrong', says=f'{type(e).__name__}: {e}'[:300])
-    return dict(state='wrong', says='It asks for names without end.')
+    return dict(state='wrong', says='It needs more names than the chapter can supply.')
 
 
 def answers(path):
@@ -139,13 +139,13 @@ def answers(path):
 
 
 def in_process(e, code, seconds):
-    "`judge` in a process of its own; its verdict follows a word that no answer knows, so that none can print one"
+    "`judge` in another process; the verdict follows a secret word, so that an answer cannot print one"
     call = [sys.executable, '-m', 'tools.exercises', 'judge', e.notebook.name[:2], e.name, e.check]
     word = secrets.token_hex(16)
     try: r = subprocess.run(call, input=f'{word}\n{code}', capture_output=True, text=True, timeout=seconds, cwd=ROOT)
     except subprocess.TimeoutExpired: return dict(state='wrong', says=f'It takes longer than {seconds} s.')
     verdict = r.stdout.rpartition(word)[2] if word in r.stdout else ''
-    return json.loads(verdict) if verdict else dict(state='wrong', says=f'Its process ended with {r.returncode}.')
+    return json.loads(verdict) if verdict else dict(state='wrong', says=f'Its process ended with exit code {r.returncode}.')
 
 
 def mark(
@@ -154,7 +154,7 @@ def mark(
 ) -> dict: # points, of how many, and a row for each exercise
     "Marks for one chapter"
     todo, rows = [e for e in all_exercises() if e.id.startswith(path.name[:2])], []
-    if not todo: raise SystemExit(f'{path.name} names no chapter with exercises: let its name begin with the number, as in 08_mine.py.')
+    if not todo: raise SystemExit(f'{path.name} names no chapter with exercises: begin its name with the number of one, as in 08_mine.py.')
     for e in todo:
         mine = [code for code in answers(path) if re.search(rf'^(def|class) {e.name}\b|^{e.name} *=', code, re.M)]
         row = in_process(e, mine[-1], seconds) if mine else dict(state='not tried', says='')
@@ -176,13 +176,13 @@ def make_parser():
     "The grammar of the command"
     p = argparse.ArgumentParser(prog='mpcourse exercises', description=__doc__)
     sub = p.add_subparsers(dest='what', required=True)
-    sub.add_parser('list', help='all exercises with their points')
-    sub.add_parser('strip', help='notebooks without solutions').add_argument('out', type=Path, help='a folder')
-    m = sub.add_parser('mark', help="a student's file, as JSON; exit code 1 where an answer is wrong")
+    sub.add_parser('list', help='list all exercises with their points')
+    sub.add_parser('strip', help='write notebooks without solutions').add_argument('out', type=Path, help='a folder')
+    m = sub.add_parser('mark', help="mark a student's file, as JSON; exit code 1 if an answer is wrong")
     m.add_argument('file', type=Path, help='08_scaler.ipynb, 08_mine.py')
-    m.add_argument('--seconds', type=int, default=60, help='for each answer (%(default)s)')
-    sub.add_parser('self', help='every solution passes, no stub does').add_argument('chapters', nargs='*', help='all, if none is given')
-    j = sub.add_parser('judge', help='a word on a line, then one answer, from the standard input')
+    m.add_argument('--seconds', type=int, default=60, help='the limit for each answer, in seconds (%(default)s)')
+    sub.add_parser('self', help='check that every solution passes and no stub does').add_argument('chapters', nargs='*', help='by default all')
+    j = sub.add_parser('judge', help='judge one answer, which follows a word on a line in the standard input')
     j.add_argument('chapter')
     j.add_argument('name')
     j.add_argument('check')

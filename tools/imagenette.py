@@ -8,7 +8,7 @@ from mpcourse.toys import Data
 
 def _untar_imagenette(size):
     "The unpacked folder, downloaded if need be"
-    if size not in (160, 320): raise ValueError(f'Imagenette comes in the sizes 160 and 320, not {size}.')
+    if size not in (160, 320): raise ValueError(f'Imagenette comes in the sizes 160 and 320, not {size}: take one of these.')
     try: from fastai.data.external import untar_data, URLs
     except ImportError as e:
         raise ImportError('Imagenette is downloaded by fastai, which is not installed: pip install fastai') from e

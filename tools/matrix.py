@@ -80,10 +80,10 @@ def run(name, python, pins):
 def main(wanted):
     cfg = settings()
     found = interpreters(cfg['min_python'])
-    if not found: sys.exit(f'There is no Python from {cfg["min_python"]} on.')
+    if not found: sys.exit(f'There is no Python from {cfg["min_python"]} on: install one, or put it on the PATH.')
     rows = dict(oldest=(found[0][1], pinned(cfg['requirements'])), newest=(found[-1][1], ['torch', 'fastai']))
     unknown = set(wanted) - set(rows)
-    if unknown: sys.exit(f'There is no {", ".join(unknown)}: take {" or ".join(rows)}.')
+    if unknown: sys.exit(f'There is no environment {", ".join(unknown)}: take {" or ".join(rows)}.')
     told = [run(name, *row) for name, row in rows.items() if not wanted or name in wanted]
     for _, line in told: print(line)
     sys.exit(max(code for code, _ in told))

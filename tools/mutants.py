@@ -1,11 +1,11 @@
-"""One-line breakages of the library: each must turn a test red.
+"""Breakages of one line of the library, each of which must turn a test red.
 
-    python tools/mutants.py             all of them, two workers; survivors are named, exit code 1 if there are any
-    python tools/mutants.py step 31     those of a module, or of a number
+    python tools/mutants.py             all of them, with two workers; names the survivors, exit code 1 if there are any
+    python tools/mutants.py step 31     those of a module, and number 31
     python tools/mutants.py --list
 
-Each is applied to an exported file in a copy of the tree, never in place. A text that is not there exactly once is an
-error: whoever rewrites a module brings its mutants along. Add one for each new line that matters."""
+Each is applied to an exported file in a copy of the tree, never in place. A text that does not occur exactly once is an
+error, so bring the mutants of a module along when you rewrite it. Add one for each new line that matters."""
 import importlib, importlib.util, io, os, shutil, signal, sys, tempfile, time
 from collections import namedtuple
 from contextlib import redirect_stderr, redirect_stdout
@@ -34,7 +34,7 @@ M = [Mutant(*row) for row in (
     ('scaler', 'm._buffers[n] = b.to(fn(b).device)', 'm._buffers[n] = fn(b)', 'scaler', 'keeps_its_dtypes'),
     ('scaler', 'if state or not prefix: _check_state(self, state)', 'pass', 'scaler', 'refused_and_nothing'),
     ('scaler', 'not low <= state[\'scale\'] <= high', 'False', 'scaler', 'refused_and_nothing'),
-    ('scaler', "if wrong: raise ValueError(f'Missing", "if False: raise ValueError(f'Missing", 'scaler', 'refused_and_nothing'),
+    ('scaler', "if wrong: raise ValueError(f'These", "if False: raise ValueError(f'These", 'scaler', 'refused_and_nothing'),
     ('scaler', "if wrong: raise ValueError(f'{type", "if False: raise ValueError(f'{type", 'scaler', 'nobody_has'),
     ('scaler', 'vars(self).update(self.config)\n\n', '\n', 'scaler', 'travel'),
     ('scaler', 'buffers = {n: b.clone() for n, b in model.named_buffers()}', 'buffers = {}', 'scaler', 'measuring'),
@@ -117,7 +117,7 @@ M = [Mutant(*row) for row in (
     ('checkpoint', "np.random.set_state(states['numpy'])", 'pass', 3, 'killed_there'),
     ('checkpoint', "with locked(new) as f:", "with locked(path) as f:", 3, 'write_that_fails'),
     ('checkpoint', 'new.unlink(missing_ok=True)', 'pass', 3, 'write_that_fails'),
-    ('checkpoint', "    raise TypeError(f'{name} could", "    return x\n    raise TypeError(f'{name} could", 3, 'cannot_be_read'),
+    ('checkpoint', "    raise TypeError(f'{name} is", "    return x\n    raise TypeError(f'{name} is", 3, 'cannot_be_read'),
     ('checkpoint', "x.detach().as_subclass(Tensor)", "x.detach()", 'checkpoint', 'every_loss'),
     ('checkpoint', "return {KIND: 'tensors', 'of': torch.stack(x)} if alike else x", "return x", 'checkpoint', 'late_as_early'),
     ('checkpoint', '    if not (path.exists() and os.path.samefile(f.fileno(), path)): raise', '    if False: raise', 'checkpoint', 'just_renamed'),
@@ -229,7 +229,7 @@ M = [Mutant(*row) for row in (
     ('unit', 'def backward(ctx, g): return g if ctx.bwd == 1 else g*ctx.bwd, None, None', 'def backward(ctx, g): return g, None, None', 6, 'unit'),
     ('unit', 'return scaled(op(*[args.get(n) for n in xs]), f[\'y\'], before)', 'return scaled(op(*[args.get(n) for n in xs]), f[\'y\'], 1.)', 6, 'unit'),
     ('unit_models', 'p.div_((std := p.std()) + (std == 0))', 'pass', 6, 'unit'),
-    ('unit_models', "        if not (stays or cls): why[here] = f'nobody knows a {type(m).__name__}'\n", '', 6, 'unit'),
+    ('unit_models', "        if not (stays or cls): why[here] = f'no unit-scaled {type(m).__name__} is known'\n", '', 6, 'unit'),
     # eight bits, and rounding
     ('fp8', 'return amax/fmt.max', 'return amax/fmt.max*.75', 6, 'operands'),
     ('fp8', 'if self.training: self.history.copy_(torch.where(top.max() > 0, later, self.history))', 'pass', 6, 'delayed'),
@@ -320,7 +320,7 @@ def main(args):
         for i,m in enumerate(M): print(f'{i:3} {m.module:12} {m.old.strip()!r} -> {m.new.strip()!r}  promise {m.promise}: {m.tests}')
         return 0
     if wrong := check_texts([M[i] for i in chosen]):
-        print('A mutant wants a text that is not there exactly once:', *wrong, sep='\n  ')
+        print('These mutants replace a text that does not occur exactly once, so give them the present text:', *wrong, sep='\n  ')
         return 2
     read, write = os.pipe()
     for k in range(2):

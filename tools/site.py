@@ -172,7 +172,7 @@ def build(
         env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(tmp), 'PYTHONWARNINGS': 'ignore'}
         code = subprocess.run([Path(sys.executable).parent/'nbdev_docs'], cwd=tmp, env=env).returncode
         if code or not (tmp/'_docs/index.html').exists():
-            return f'Quarto did not finish (exit code {code}): its messages stand above.'
+            return f'Quarto did not finish (exit code {code}): read its messages above.'
         finish(tmp/'_docs')
         shutil.rmtree(docs, ignore_errors=True)
         shutil.move(tmp/'_docs', docs)

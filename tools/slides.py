@@ -1,7 +1,7 @@
 """Slides from the figures of the chapters that `make course` ran: `python -m tools.slides 04 07 --out slides.html`
 
-A figure and its caption, which is its finding as a sentence, make a slide. The page needs nothing else; the arrow keys turn
-it, a figure that moves does so in it, and printed it is one slide a sheet.
+A figure and its caption, which is its finding as a sentence, make a slide. The page needs nothing else. The arrow keys turn
+the slides, figures that move work in the page, and a print has one slide on each sheet.
 """
 import argparse, sys
 from html import escape
@@ -50,12 +50,12 @@ def slides(
 
 def main():
     p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument('chapters', nargs='*', help='their numbers; all that were run if none is given')
+    p.add_argument('chapters', nargs='*', help='their numbers; by default all that were run')
     p.add_argument('--out', type=Path, default=Path('slides.html'))
     a = p.parse_args()
     wanted = [ch for ch in chapters(ROOT/'nbs') if not a.chapters or ch.number in a.chapters]
     found = [(ch, nb) for ch in wanted if (nb := executed(ch, ROOT/'_course')) is not None]
-    if not found: return 'None of these chapters has been run: make course'
+    if not found: return 'None of these chapters has been run: run `make course` first.'
     a.out.write_text(slides(found), encoding='utf-8')
     print(f'The slides of {len(found)} chapters are in {a.out}')
 
