@@ -29,8 +29,8 @@ def bench_bins():
     rows = []
     for dtype in (torch.float32, torch.float16):
         gs = [torch.randn(s, device=device()).to(dtype) for s in SHAPES]
-        wants = [w for w in ALSScaler().wants if w != 'found_inf']
-        t = medians({'count': synced(lambda: [grad_statistic(w, gs, device()) for w in wants]),
+        required_stats = [w for w in ALSScaler().required_stats if w != 'found_inf']
+        t = medians({'count': synced(lambda: [grad_statistic(w, gs, device()) for w in required_stats]),
                      'histc': synced(lambda: [torch.histc(g.float().abs(), 2, 0, 65504) for g in gs])}, repeats=21)
         name = str(dtype).removeprefix('torch.')
         rows.append(ratio(f'two bins, {name}: count / histc', t, 'count', 'histc', at_most=.5))

@@ -1,7 +1,7 @@
 """What mixed precision costs: our callback in a Learner, against autocast and torch's GradScaler in a plain loop.
 
 A Learner calls events, a loop does not: so its bare step in FP32 is subtracted from ours, and the loop's is added.
-Both compute in the same `fast_half` on a CPU; on a GPU both run on its own kernels, and fastai's MixedPrecision stands beside them.
+Both compute in the same `fp32_accumulate` on a CPU; on a GPU both run on its own kernels, and fastai's MixedPrecision stands beside them.
 Judged at 25 million parameters; the small net is reported."""
 from contextlib import nullcontext
 from functools import partial
@@ -12,7 +12,7 @@ from fastai.callback.all import MixedPrecision
 from harness import Row, medians
 from mpcourse.callback import MixedPrecisionCB, tensor_dls
 from mpcourse.scaler import StaticScaler
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import CharTransformer, cross_entropy, digits
 from mpcourse.zoo import cnn
 
@@ -46,7 +46,7 @@ def plain_step(make, x, y, amp=False):
         cross_entropy(model(x), y).backward()
         opt.step(); opt.zero_grad(); wait()
     def mixed():
-        with fast_half():
+        with fp32_accumulate():
             with torch.autocast(DEVICE, torch.float16): loss = cross_entropy(model(x).float(), y)
             scaler.scale(loss).backward()
         scaler.step(opt); scaler.update(); opt.zero_grad(); wait()

@@ -1,6 +1,6 @@
 """What watching costs: a collection every 10 steps as a share of the training step.
 
-The step is a character transformer's in mixed precision: forward, backward and Adam (`MixedStep`; on a CPU within `fast_half`). The cost is a step that collects minus one
+The step is a character transformer's in mixed precision: forward, backward and Adam (`MixedStep`; on a CPU within `fp32_accumulate`). The cost is a step that collects minus one
 that does not, divided by ten; what an idle step costs beside one without a collector has a row of its own. Judged is a model of 25 million parameters; the toy of the course, whose step is
 short, is there to be read. On a CPU processor time is measured, which other programs on the machine hardly disturb."""
 import gc, time, tracemalloc

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 import torch, torch.nn as nn
 from harness import Row, medians
 from mpcourse.scaler import StaticScaler
-from mpcourse.step import KeptBuffers, MixedStep
+from mpcourse.step import BufferSnapshot, MixedStep
 from mpcourse.toys import cross_entropy
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -23,7 +23,7 @@ def steps(x, y, kept):
     opt = torch.optim.SGD(model.parameters(), 1e-3, momentum=.9)
     mixed = MixedStep(StaticScaler(1.), 'bf16', nullcontext)
     mixed.begin(model)
-    if not kept: mixed.stats.buffers = KeptBuffers()
+    if not kept: mixed.stats.buffers = BufferSnapshot()
     def step():
         mixed(model, x, y, opt, cross_entropy)
         if DEVICE == 'cuda': torch.cuda.synchronize()
@@ -32,9 +32,9 @@ def steps(x, y, kept):
 
 def copies():
     "Keep and put back, and nothing else"
-    buffers, found = KeptBuffers(net()), torch.zeros((), device=DEVICE)
+    buffers, found = BufferSnapshot(net()), torch.zeros((), device=DEVICE)
     def go():
-        buffers.keep(); buffers.put_back(found); buffers.forget()
+        buffers.save(); buffers.restore(found); buffers.clear()
         if DEVICE == 'cuda': torch.cuda.synchronize()
     return go
 

@@ -8,37 +8,73 @@ __version__ = "0.1.0"
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what editors and type checkers see
-    from .accumulate import HalfStorage, running_mean
-    from .als import ALSScaler
-    from .callback import HalfPrecisionCB, MixedPrecisionCB
-    from .checkpoint import CheckpointCB, load_training_state, save_training_state
-    from .dynamic import DynamicScaler
-    from .formats import FloatFormat, get_format
-    from .fp8 import Recipe, fp8_linear, simulate_fp8
-    from .gradscaler import GradScaler
-    from .half import model_bytes, model_to_float, model_to_half, saved_bytes
-    from .layerwise import LayerwiseScaler
-    from .learner import ALSViewCB, MonitorCB, RunningMeanCB, WarnCB
-    from .master import get_master, to_master_grads, to_model_params
-    from .monitor import TensorCollector, tensor_stats
-    from .overflow import OverflowWatch, early_warning, find_overflow
-    from .policies import DeepSpeedScaler, FairseqScaler, LogMaxScaler, MetaseqScaler, get_policy
-    from .rounding import quantize
-    from .scaler import LossScaler, StaticScaler
-    from .simulator import load_trace, record_trace, replay, save_trace
-    from .step import MixedStep, StepOutcome
-    from .tensorcore import fast_half
-    from .underflow import note_flushed, probe_flushed
-    from .unit import assert_unit_scaled
-    from .unit_models import unit_param_groups, unit_scale
+if TYPE_CHECKING:  # what editors and type checkers see; the aliases mark the names as public
+    from .accumulate import NoMasterWeights as NoMasterWeights
+    from .accumulate import running_mean as running_mean
+    from .advise import advise_schemes as advise_schemes
+    from .als import ALSScaler as ALSScaler
+    from .callback import HalfPrecisionCB as HalfPrecisionCB
+    from .callback import MixedPrecisionCB as MixedPrecisionCB
+    from .checkpoint import CheckpointCB as CheckpointCB
+    from .checkpoint import load_training_state as load_training_state
+    from .checkpoint import save_training_state as save_training_state
+    from .compare import compare_schemes as compare_schemes
+    from .dynamic import DynamicScaler as DynamicScaler
+    from .emulate import emulate_format as emulate_format
+    from .emulate import exact_loss as exact_loss
+    from .formats import FloatFormat as FloatFormat
+    from .formats import get_format as get_format
+    from .fp8 import Recipe as Recipe
+    from .fp8 import fp8_linear as fp8_linear
+    from .fp8 import simulate_fp8 as simulate_fp8
+    from .gradscaler import GradScaler as GradScaler
+    from .half import model_bytes as model_bytes
+    from .half import model_to_float as model_to_float
+    from .half import model_to_half as model_to_half
+    from .half import saved_bytes as saved_bytes
+    from .layerwise import LayerwiseScaler as LayerwiseScaler
+    from .learner import ALSViewCB as ALSViewCB
+    from .learner import MonitorCB as MonitorCB
+    from .learner import RunningMeanCB as RunningMeanCB
+    from .learner import WarnCB as WarnCB
+    from .master import get_master as get_master
+    from .master import to_master_grads as to_master_grads
+    from .master import to_model_params as to_model_params
+    from .monitor import TensorCollector as TensorCollector
+    from .monitor import tensor_stats as tensor_stats
+    from .overflow import OverflowWatch as OverflowWatch
+    from .overflow import early_warning as early_warning
+    from .overflow import find_overflow as find_overflow
+    from .policies import DeepSpeedScaler as DeepSpeedScaler
+    from .policies import FairseqScaler as FairseqScaler
+    from .policies import LogMaxScaler as LogMaxScaler
+    from .policies import MetaseqScaler as MetaseqScaler
+    from .policies import get_policy as get_policy
+    from .rounding import quantize as quantize
+    from .scaler import LossScaler as LossScaler
+    from .scaler import StaticScaler as StaticScaler
+    from .simulator import load_trace as load_trace
+    from .simulator import record_trace as record_trace
+    from .simulator import replay as replay
+    from .simulator import save_trace as save_trace
+    from .step import MixedStep as MixedStep
+    from .step import StepOutcome as StepOutcome
+    from .tensorcore import fp32_accumulate as fp32_accumulate
+    from .underflow import note_flushed as note_flushed
+    from .underflow import probe_flushed as probe_flushed
+    from .unit import assert_unit_scaled as assert_unit_scaled
+    from .unit_models import unit_param_groups as unit_param_groups
+    from .unit_models import unit_scale as unit_scale
 
 _NAMES = {
-    'accumulate': ['HalfStorage', 'running_mean'],
+    'accumulate': ['NoMasterWeights', 'running_mean'],
+    'advise': ['advise_schemes'],
     'als': ['ALSScaler'],
     'callback': ['HalfPrecisionCB', 'MixedPrecisionCB'],
     'checkpoint': ['CheckpointCB', 'load_training_state', 'save_training_state'],
+    'compare': ['compare_schemes'],
     'dynamic': ['DynamicScaler'],
+    'emulate': ['emulate_format', 'exact_loss'],
     'formats': ['FloatFormat', 'get_format'],
     'fp8': ['Recipe', 'fp8_linear', 'simulate_fp8'],
     'gradscaler': ['GradScaler'],
@@ -53,7 +89,7 @@ _NAMES = {
     'scaler': ['LossScaler', 'StaticScaler'],
     'simulator': ['load_trace', 'record_trace', 'replay', 'save_trace'],
     'step': ['MixedStep', 'StepOutcome'],
-    'tensorcore': ['fast_half'],
+    'tensorcore': ['fp32_accumulate'],
     'underflow': ['note_flushed', 'probe_flushed'],
     'unit': ['assert_unit_scaled'],
     'unit_models': ['unit_param_groups', 'unit_scale'],

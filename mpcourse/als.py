@@ -10,7 +10,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from .dynamic import valid_number, valid_steps
+from .dynamic import validate_number, validate_steps
 from .formats import fp16
 from .monitor import TensorHooks
 from .scaler import LossScaler
@@ -20,13 +20,13 @@ EDGE, THRESHOLD = 2.**13, 1e-7 # the edge from which gradients are large, and th
 
 def _validate(s):
     "ValueError for an argument that cannot work"
-    valid_number('edge', s.edge, lambda x: x > 0 and torch.tensor(float(x)).half().item() == x,
+    validate_number('edge', s.edge, lambda x: x > 0 and torch.tensor(float(x)).half().item() == x,
                  f'an edge is a positive FP16 number, so take one such as {EDGE:g}')
-    valid_number('threshold', s.threshold, lambda x: 0 <= x <= 1,
+    validate_number('threshold', s.threshold, lambda x: 0 <= x <= 1,
                  f'it is a share of all gradients, so take one from 0 to 1, such as {THRESHOLD:g}')
-    valid_number('factor', s.factor, lambda x: x > 1,
+    validate_number('factor', s.factor, lambda x: x > 1,
                  'it multiplies or divides the scale, so take a number above 1, such as 2.0')
-    valid_steps('period', s.period, 1)
+    validate_steps('period', s.period, 1)
     if not (s.weights or s.activations):
         raise ValueError('weights=False and activations=False leave no gradients to count: set one to True.')
 
@@ -61,7 +61,7 @@ class ALSScaler(LossScaler):
         return (self.edge, self.edge/self.factor) if self.deadband else (self.edge,)
 
     @property
-    def wants(self):
+    def required_stats(self):
         "The statistics of weights' gradients; those that `watch` counts are added to them"
         always = 'found_inf', ('amax', 'loss')
         return (*always, 'numel', *(('above', e) for e in self.edges)) if self.weights else always

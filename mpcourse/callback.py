@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TensorPairs', 'tensor_dls', 'quiet_fit', 'autocast_depth', 'preserve_modes', 'run_in', 'is_training', 'ContextCB',
-           'HalfPrecisionCB', 'StepHistory', 'MixedPrecisionCB', 'refuse_fastais']
+           'HalfPrecisionCB', 'StepHistory', 'MixedPrecisionCB', 'validate_no_fastai_mixed']
 
 # %% ../nbs/12_callback.ipynb #288eccae
 from contextlib import ExitStack, contextmanager
@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from .half import cast as cast_floats
 from .half import half_dtype
 from .scaler import LossScaler, StaticScaler
-from .step import deciding_ranks, GradStats, guarded_step, hooked_weights, refuse_log_of_half
-from .step import refuse_moved, refuse_optimizer, refuse_untrainable, valid_scheme
+from .step import decision_group, StepController, guarded_step, hooked_weights, validate_log_of_half
+from .step import validate_unmoved, validate_optimizer, validate_trainable, validate_scheme
 from .tensorcore import half_compute
 
 # %% ../nbs/12_callback.ipynb #4792319e
@@ -74,7 +74,7 @@ def preserve_modes(
     recording, modes = torch.is_grad_enabled(), len(_get_current_dispatch_mode_stack())
     try: yield
     finally:
-        while len(_get_current_dispatch_mode_stack()) > modes: _pop_mode() # as `fast_half`
+        while len(_get_current_dispatch_mode_stack()) > modes: _pop_mode() # as `fp32_accumulate`
         torch.set_grad_enabled(recording)
         torch.set_autocast_enabled(kind, was)
         torch.set_autocast_dtype(kind, dtype)
@@ -125,10 +125,10 @@ class HalfPrecisionCB(ContextCB):
     order = 10 # after GradientAccumulation, before GradientClip
     def __init__(self,
         dtype:str|torch.dtype, # of the forward and the backward pass: 'fp16' or 'bf16'
-        compute=None, # context of both passes; None: `fast_half` on a CPU, torch's kernels elsewhere
+        compute=None, # context of both passes; None: `fp32_accumulate` on a CPU, torch's kernels elsewhere
     ):
         if not (compute is None or callable(compute)):
-            raise ValueError(f'compute={compute!r} cannot make a context: take fast_half, nullcontext or None.')
+            raise ValueError(f'compute={compute!r} cannot make a context: take fp32_accumulate, nullcontext or None.')
         self.dtype, self.compute = half_dtype(dtype), compute
 
     def contexts(self):
@@ -190,10 +190,10 @@ class MixedPrecisionCB(HalfPrecisionCB):
     def __init__(self,
         scaler:LossScaler=None, # the policy; FP16 needs one, BF16 none
         dtype:str|torch.dtype='fp16', # 'fp16' or 'bf16'
-        compute=None, # context of both passes; None: `fast_half` on a CPU, torch's kernels elsewhere
+        compute=None, # context of both passes; None: `fp32_accumulate` on a CPU, torch's kernels elsewhere
         group=None, # process group that decides together; None: all ranks, if there are any
     ):
-        super().__init__(valid_scheme(dtype, scaler), compute)
+        super().__init__(validate_scheme(dtype, scaler), compute)
         self.scaler, self.group, self.stats = scaler or StaticScaler(1.), group, None
         self.history, self.last_outcome = StepHistory(), None
 
@@ -202,11 +202,11 @@ class MixedPrecisionCB(HalfPrecisionCB):
         "Let the policy watch the model, and clean up at the end of the fit, also after an exception"
         learn, finding = self.learn, hasattr(self.learn, 'lr_finder') # lr_find is a fit, too
         before = deepcopy((self.scaler.state_dict(), self.history)) if finding else None
-        refuse_fastais(learn)
-        refuse_untrainable(learn.model)
-        refuse_optimizer(learn.opt, learn.model)
+        validate_no_fastai_mixed(learn)
+        validate_trainable(learn.model)
+        validate_optimizer(learn.opt, learn.model)
         self.hooked = []
-        self.stats = GradStats(self.scaler, learn.model, self.group)
+        self.stats = StepController(self.scaler, learn.model, self.group)
         try: yield
         finally:
             if self.stats.watched: self.stats.watched.remove()
@@ -217,13 +217,13 @@ class MixedPrecisionCB(HalfPrecisionCB):
 
     def before_batch(self):
         "Keep the buffers, so that a skipped step can restore what its forward passes wrote into them"
-        if self.learn.training: self.stats.buffers.keep()
+        if self.learn.training: self.stats.buffers.save()
 
     def before_backward(self):
         "Scale the loss that is differentiated, and leave the one that is shown"
         loss = self.learn.loss_grad.as_subclass(Tensor)
         if self.stats.number < 0:                            # the first batch
-            refuse_log_of_half(loss)
+            validate_log_of_half(loss)
             self.hooked = hooked_weights(self.learn.model)
         self.stats.see_loss(loss)
         self.learn.loss_grad = self.scaler.scale_loss(loss)
@@ -231,14 +231,14 @@ class MixedPrecisionCB(HalfPrecisionCB):
     def after_backward(self):
         "Refuse an optimizer that has stepped in the backward pass"
         super().after_backward()
-        refuse_moved(self.hooked)
+        validate_unmoved(self.hooked)
         self.hooked = []
 
     def before_step(self):
         "Unscale the gradients, check them, and step or skip"
         opt = self.learn.opt
         named = self.stats.gradients(opt)
-        alone = deciding_ranks(self.group, self.learn.model) is None
+        alone = decision_group(self.group, self.learn.model) is None
         if alone and not named: return                       # a CancelBackwardException: as in FP32
         self.stats.unscale_(named)
         self.stats.number = len(self.history) - 1
@@ -252,7 +252,7 @@ class MixedPrecisionCB(HalfPrecisionCB):
         self.open.close()
 
 # %% ../nbs/12_callback.ipynb #91906328
-def refuse_fastais(
+def validate_no_fastai_mixed(
     learn:Learner, # that is to be trained
 ):
     "ValueError if the Learner has fastai's mixed precision, too"

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pandas as pd, torch
 from torch import nn
 
-from .advise import arrived, matrices
+from .advise import arrived, weight_matrices
 from .compare import lost_share, scored
 from .monitor import TensorCollector, validate_choice
 from .toys import fit, plain_step, seeded
@@ -36,7 +36,7 @@ def train_patient(
         collector = TensorCollector(t.model, lambda n: n < 10 or n % 25 == 0, opt=r.opt,
                                     scaler=getattr(r.step, 'scaler', None))
         def look(i, seen):
-            if i == len(r.batches)//2: r.middle = {n: p.detach().clone() for n, p in matrices(t.model).items()}
+            if i == len(r.batches)//2: r.middle = {n: p.detach().clone() for n, p in weight_matrices(t.model).items()}
             collector.step(seen['loss'])
         with collector: r.log = fit(t.model, r.batches, r.opt, t.loss_func, r.step, t.schedule, look)
     t.model.float()
@@ -67,7 +67,7 @@ def tensor_evidence(
 )->dict: # name -> number
     "Three numbers from the tensors at the end"
     coarse, still, buffers = 1., 0., 0
-    for n, p in matrices(r.model).items():
+    for n, p in weight_matrices(r.model).items():
         coarse = min(coarse, (p == p.bfloat16()).float().mean().item())
         still = max(still, (p == r.middle[n]).float().mean().item())
     for b in r.model.buffers(): buffers += (~b.isfinite()).sum().item()
@@ -80,7 +80,7 @@ def loss_and_gradients(
     "The loss and the gradients that a step computes from a batch"
     twin, grads = deepcopy(model), {}
     opt = torch.optim.SGD(twin.parameters(), lr=0.)
-    opt.register_step_pre_hook(lambda *_: grads.update((n, p.grad.float()) for n, p in matrices(twin).items()))
+    opt.register_step_pre_hook(lambda *_: grads.update((n, p.grad.float()) for n, p in weight_matrices(twin).items()))
     out = step(twin, *batch, opt, loss_func)
     return float(out['loss'] if isinstance(out, dict) else out), grads
 

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCHEMES', 'lost_share', 'verdict', 'verdicts', 'summary', 'Training', 'toy_training', 'measured_scale', 'with_floor',
-           'by_layer', 'scaled_by', 'rounded_once', 'stored_in', 'at_output', 'converted', 'known_scheme', 'scored',
-           'train_scheme', 'attempt', 'compare', 'plot_shares', 'compare_html', 'stored_shares', 'standings']
+           'by_layer', 'scaled_by', 'rounded_once', 'stored_in', 'at_output', 'converted', 'validate_scheme_name',
+           'scored', 'train_scheme', 'attempt', 'compare_schemes', 'plot_shares', 'compare_html', 'stored_shares',
+           'standings']
 
 # %% ../nbs/33_compare.ipynb #276efcee
 import json, math
@@ -20,11 +21,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from .accumulate import HalfStorage
+from .accumulate import NoMasterWeights
 from .als import ALSScaler
 from .dynamic import DynamicScaler
 from .fourbits import FP4_RECIPES
-from .fp8 import Cast, Recipe, simulate_fp8
+from .fp8 import CastConfig, Recipe, simulate_fp8
 from .half import cast
 from .layerwise import LayerwiseScaler
 from .plots import CYCLE, figure_html
@@ -108,7 +109,7 @@ def with_floor(
 )->DynamicScaler:
     "Torch's rule, which starts at the measured scale and has its floor four octaves below"
     scale = measured_scale(t).scale.item()
-    return DynamicScaler(scale, min_scale=scale/16, hold=False)
+    return DynamicScaler(scale, min_scale=scale/16, skip_nonfinite_loss=False)
 
 def by_layer(
     t, # a Training
@@ -139,7 +140,7 @@ def stored_in(
     "Weights of 16 bits and no master copy"
     def begin(t):
         t.model.to(dtype)
-        storage = HalfStorage(t.model.parameters(), rounding) if rounding else None
+        storage = NoMasterWeights(t.model.parameters(), rounding) if rounding else None
         def step(model, xb, yb, opt, loss_func):
             opt.zero_grad()
             loss = loss_func(cast(predict(model, cast(xb, dtype)), torch.float32), yb)
@@ -172,7 +173,7 @@ def converted(
     return begin
 
 # %% ../nbs/33_compare.ipynb #2bff49c8
-_E4M3, _NVFP4 = Recipe(g=Cast('e4m3')), FP4_RECIPES['nvfp4']
+_E4M3, _NVFP4 = Recipe(g=CastConfig('e4m3')), FP4_RECIPES['nvfp4']
 SCHEMES = {'FP32': lambda t: plain_step, 'FP32 rounded once': rounded_once,
            'BF16': scaled_by(lambda t: StaticScaler(1.), torch.bfloat16),
            'FP16 scale 1': scaled_by(lambda t: StaticScaler(1.)), 'FP16 measured': scaled_by(measured_scale),
@@ -187,7 +188,7 @@ SCHEMES = {'FP32': lambda t: plain_step, 'FP32 rounded once': rounded_once,
            'E4M3 per tensor': converted('tensorwise'), 'E4M3 blocks': converted('mx'),
            'NVFP4': converted(_NVFP4), 'NVFP4 readout in FP32': converted(_NVFP4, readout=False)}
 
-def known_scheme(
+def validate_scheme_name(
     name:str, # one of `SCHEMES`
 )->Callable: # Training -> a step for `fit`
     "Look a scheme up by its name"
@@ -209,7 +210,7 @@ def train_scheme(
     "Train under one scheme; ValueError if the scheme cannot train this model"
     before = scored(t) if t.score else None
     with seeded(seed):
-        step = known_scheme(name)(t)
+        step = validate_scheme_name(name)(t)
         seen = fit(t.model, t.batches(), t.opt(t.model.parameters()), t.loss_func, step, t.schedule)
     skipped, last = sum(seen.get('skipped', [0])), seen['loss'][-20:]
     if not t.score: return dict(before=seen['loss'][0], score=sum(last)/len(last), skipped=skipped)
@@ -226,7 +227,7 @@ def attempt(
         if name == 'FP32': raise                # then the training itself is at fault
         return dict(before=None, score=None, skipped=0, refused=f'{type(e).__name__}: {e}')
 
-def compare(
+def compare_schemes(
     make:Callable, # seed -> Training
     schemes=None, # names of `SCHEMES`; None: all. FP32 is always among them
     seeds:int=6, # of each
@@ -234,7 +235,7 @@ def compare(
 )->list: # of dicts: scheme, seed, before, score, skipped, refused
     "Train a net under several schemes, each with the same seeds"
     names = list(dict.fromkeys(['FP32', *(SCHEMES if schemes is None else schemes)]))
-    for name in names: known_scheme(name)
+    for name in names: validate_scheme_name(name)
     file = Path(store) if store else None
     lines = file.read_text(encoding='utf-8').splitlines() if file and file.exists() else []
     try: done = {(r['scheme'], r['seed']): r for r in map(json.loads, lines)}

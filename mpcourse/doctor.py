@@ -145,7 +145,7 @@ def recommend(
     "What to use on such a machine"
     gpu, cpu, out = bool(r.devices), not r.devices, []
     if cpu: out.append('Train in FP32 on this CPU; run the FP16 chapters as they are: they compute with '
-                       f'tensorcore.fast_half (native FP16 is {in_words(r.fp16_speed)} here).')
+                       f'tensorcore.fp32_accumulate (native FP16 is {in_words(r.fp16_speed)} here).')
     if cpu and r.bf16_speed > 1.5: out.append(f'BF16 is {in_words(r.bf16_speed)} on this CPU: '
                                               'torch.autocast("cpu", torch.bfloat16) is worth a try.')
     if gpu and r.bf16_speed > 1.5: out.append('BF16 is fast here and needs no loss scale: start with it, and use FP16 '

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OP_KINDS', 'RARE_PRODUCTS', 'chunked_matmul', 'exact_loss', 'written_args', 'changed_args', 'is_view', 'is_product',
-           'op_kind', 'exact', 'emulate']
+           'op_kind', 'no_emulation', 'emulate_format']
 
 # %% ../nbs/24_emulate.ipynb #8fa05478
 import threading
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .formats import get_format
 from .rounding import quantize
-from .tensorcore import ATTENTION, PRODUCTS, RECURRENT, OpMode, is_composite, open_op
+from .tensorcore import ATTENTION, PRODUCTS, RECURRENT, OpMode, is_composite, decompose
 
 # %% ../nbs/24_emulate.ipynb #aca17a5e
 def chunked_matmul(
@@ -35,7 +35,7 @@ class _Boundary(torch.autograd.Function):
     "A function that runs outside the emulated machine"
     @staticmethod
     def forward(ctx, f, kwargs, *args):
-        with exact(), torch.enable_grad():
+        with no_emulation(), torch.enable_grad():
             ctx.leaves = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
             ctx.out = f(*ctx.leaves, **kwargs)
         return ctx.out.detach()
@@ -43,7 +43,7 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        with exact(): ctx.out.backward(g)
+        with no_emulation(): ctx.out.backward(g)
         grads = [a.grad if isinstance(a, Tensor) else None for a in ctx.leaves]
         return None, None, *(x if x is None else x*1 for x in grads)   # `*1` is an op of this machine: it rounds
 
@@ -165,7 +165,7 @@ def _is_factory(
 def op_kind(
     func, # an OpOverload, say torch.ops.aten.mm.default
 )->str: # a key of `OP_KINDS`
-    "How `emulate` treats an op; an op of no other kind is a 'result', which is rounded"
+    "How `emulate_format` treats an op; an op of no other kind is a 'result', which is rounded"
     name = func._overloadpacket.__name__
     rules = [('sealed', func in RECURRENT), ('opened', is_composite(func)), ('product', is_product(func)),
              (_KIND_OF.get(name), name in _KIND_OF), ('copy', torch.Tag.view_copy in func.tags),
@@ -177,12 +177,12 @@ def op_kind(
 # %% ../nbs/24_emulate.ipynb #f7046849
 _local = threading.local()  # `busy` while an emulator runs an op on this thread
 
-class exact(OpMode):
-    "A context in which nothing is rounded, whatever `emulate` is around it: for losses, metrics, the optimizer"
+class no_emulation(OpMode):
+    "A context in which nothing is rounded, whatever `emulate_format` is around it: for losses, metrics, the optimizer"
     def run(self, func, args, kwargs):
         "Run an op so that the emulators around this one do not round it"
         if getattr(_local, 'busy', False): return func(*args, **kwargs)
-        if is_composite(func): return open_op(self, func, args, kwargs)
+        if is_composite(func): return decompose(self, func, args, kwargs)
         _local.busy = True
         try: return self._run(func, args, kwargs)
         finally: _local.busy = False
@@ -226,7 +226,7 @@ def _kept(
     return stats.union(i for i,_ in written_args(func))
 
 # %% ../nbs/24_emulate.ipynb #75517cb7
-class emulate(exact):
+class emulate_format(no_emulation):
     "Emulate a machine that has only `fmt`: stored as float32, every result is rounded to it, forward and backward"
     def __init__(self,
         fmt, # a format or its name
@@ -252,7 +252,7 @@ class emulate(exact):
         x, # a float32 tensor is rounded; anything else comes back as it is
     ):  # x, on the format's grid
         "Round as this machine does"
-        with exact(): return self._q(x) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
+        with no_emulation(): return self._q(x) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
 
     def _run(self, func, args, kwargs):
         kind, run = op_kind(func), func

@@ -10,19 +10,19 @@ import torch, torch.nn.functional as F
 from torch import Tensor
 
 from .formats import get_format
-from .fp8 import Cast, Recipe, e8m0_floor, e8m0_up
+from .fp8 import CastConfig, Recipe, e8m0_floor, e8m0_ceil
 from .rounding import quantize
 
 # %% ../nbs/28_fourbits.ipynb #b17d4463
 def nvfp4_scale(
     amax:Tensor, # largest magnitude of each tile
-    top:Tensor, # largest magnitude of the whole matrix
+    global_amax:Tensor, # largest magnitude of the whole matrix
     fmt, # a FloatFormat: E2M1
     tiles:Tensor=None, # not used
 )->Tensor: # like amax: what the tile is divided by
     "A scale in E4M3 for each tile, times one FP32 number that brings the largest of them to 448"
     e4m3 = get_format('e4m3')
-    one = top/(fmt.max*e4m3.max)
+    one = global_amax/(fmt.max*e4m3.max)
     return quantize((amax/fmt.max/one).clamp(min=e4m3.tiny), e4m3)*one
 
 # %% ../nbs/28_fourbits.ipynb #7f107620
@@ -48,11 +48,12 @@ def rotate16(
 # %% ../nbs/28_fourbits.ipynb #6352ad6c
 def _four(tile_w, scale, rounding='stochastic', tile=(1, 16), **more):
     "A recipe whose tiles are rows in x and g and `tile_w` in w; `rounding` is that of the gradient"
-    return Recipe(Cast('e2m1', tile, scale), Cast('e2m1', tile_w, scale), Cast('e2m1', tile, scale, rounding), **more)
+    x, w = CastConfig('e2m1', tile, scale), CastConfig('e2m1', tile_w, scale)
+    return Recipe(x, w, CastConfig('e2m1', tile, scale, rounding), **more)
 
 FP4_RECIPES = {
     'nvfp4': _four((16, 16), nvfp4_scale, transform=rotate16,
                    source='the casts of arXiv 2509.25149; smallest scale as in torchao'),
     'nvfp4_plain': _four((1, 16), nvfp4_scale, 'nearest', source='the format alone'),
-    'mxfp4': _four((1, 32), e8m0_up, tile=(1, 32), source='OCP Microscaling 1.0, rounded up, stochastic gradients'),
+    'mxfp4': _four((1, 32), e8m0_ceil, tile=(1, 32), source='OCP Microscaling 1.0, rounded up, stochastic gradients'),
     'mxfp4_floor': _four((1, 32), e8m0_floor, 'nearest', tile=(1, 32), source='OCP Microscaling 1.0')}

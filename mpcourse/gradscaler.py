@@ -16,8 +16,8 @@ from torch import nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from .dynamic import DynamicScaler, from_torch
-from .scaler import LossScaler, valid_scale, warn_user
-from .step import deciding_ranks, GradStats, named_gradients, skips_itself
+from .scaler import LossScaler, validate_scale, warn_user
+from .step import decision_group, StepController, named_gradients, supports_found_inf
 
 # %% ../nbs/11_gradscaler.ipynb #17c4ed01
 def _of_policy(name, default):
@@ -49,12 +49,12 @@ class GradScaler(torch.amp.GradScaler):
         enabled:bool=True, # False: every method passes its argument through
         *,
         policy:LossScaler=None, # None: torch's rule, with hold
-        hold:bool=None, # of torch's rule: False decides as torch does, True if None
+        skip_nonfinite_loss:bool=None, # of torch's rule: False decides as torch does, True if None
         model=None, # a module, or a list of them: puts buffers back where a step is skipped, and gives names
         group=None, # process group that decides together; None: all ranks, if there are any
     ):
         if isinstance(device, LossScaler): device, policy = None, device
-        given = dict(init_scale=init_scale, growth_factor=growth_factor, hold=hold,
+        given = dict(init_scale=init_scale, growth_factor=growth_factor, skip_nonfinite_loss=skip_nonfinite_loss,
                      backoff_factor=backoff_factor, growth_interval=growth_interval)
         given = {n: v for n, v in given.items() if v is not None}
         if policy is not None and given:
@@ -75,7 +75,7 @@ class GradScaler(torch.amp.GradScaler):
         self._device = None if device is None else self._device
         self._init_scale, self.last_outcome = policy.scale.item(), None
         self._told, self._lost = False, 0                    # of buffers that nobody kept
-        self.stats = GradStats(policy, model, group)
+        self.stats = StepController(policy, model, group)
         if enabled: finalize(self, self.stats.buffers.watch().remove)
 
     _growth_factor = _of_policy('growth_factor', 1.)
@@ -96,7 +96,7 @@ def scale(self:GradScaler,
 ): # the same, times the scale
     "As torch's; notes whether the loss itself is finite"
     if not self._enabled: return outputs
-    if self.stats is None: self.stats = GradStats(self.policy, self.model, self.group)
+    if self.stats is None: self.stats = StepController(self.policy, self.model, self.group)
     once = isinstance(outputs, Iterable) and not isinstance(outputs, (torch.Tensor, list, tuple))
     if once: outputs = list(outputs)                         # a generator is read twice
     scaled = torch.amp.GradScaler.scale(self, outputs)
@@ -112,7 +112,7 @@ def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16
     stats, torchs = self.stats, torch.amp.GradScaler._unscale_grads_
     if stats.counted: stats.count([_numbers(g) for _, g, _ in named_gradients(optimizer)])
     flags = [*torchs(self, optimizer, inv_scale, found_inf, allow_fp16).values()]
-    if not flags and deciding_ranks(self.group, self.model) is None: return {}
+    if not flags and decision_group(self.group, self.model) is None: return {}
     if self.policy.min_scale < 1:                            # a finite gradient may have overflowed
         once = torch.ones_like(inv_scale)
         flags += torchs(self, optimizer, once, torch.zeros_like(found_inf), allow_fp16).values()
@@ -124,7 +124,7 @@ def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16
     stats.reset()
     stats.stats['loss_nonfinite'] = bad_loss
     skips = seen['skips']
-    if deciding_ranks(self.group, self.model) is not None or len(flags) > 1: skips = skips.clamp(max=1)
+    if decision_group(self.group, self.model) is not None or len(flags) > 1: skips = skips.clamp(max=1)
     return {skips.device: skips}
 
 # %% ../nbs/11_gradscaler.ipynb #52c6c385
@@ -147,7 +147,7 @@ def step(self:GradScaler,
     if not (self._ready and fused): return torchs(self, optimizer, *args, **kwargs)
     ready = self._per_optimizer_states[id(optimizer)]['stage'] is OptState.READY
     if self.policy.min_scale < 1 and ready: self.unscale_(optimizer)
-    optimizer._step_supports_amp_scaling = skips_itself(optimizer)
+    optimizer._step_supports_amp_scaling = supports_found_inf(optimizer)
     try: return torchs(self, optimizer, *args, **kwargs)
     finally:
         optimizer._step_supports_amp_scaling = True
@@ -160,13 +160,13 @@ def update(self:GradScaler,
 ):
     "Let the policy choose the next scale; ValueError for a number that cannot work as one"
     if not self._enabled: return
-    if isinstance(new_scale, float): valid_scale(new_scale, self.policy.min_scale, self.policy.max_scale)
+    if isinstance(new_scale, float): validate_scale(new_scale, self.policy.min_scale, self.policy.max_scale)
     states = [s for s in self._per_optimizer_states.values() if 'seen' in s]
     if new_scale is None and states: self._decide(states)
     else:                                                    # torch's, or torch's refusal
         torch.amp.GradScaler.update(self, new_scale)
         self.stats.reset()
-        self.stats.buffers.forget()
+        self.stats.buffers.clear()
     self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
 @patch

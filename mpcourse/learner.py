@@ -15,16 +15,16 @@ from fastai.basics import Callback, CancelBatchException, find_bs, Learner
 from fastcore.basics import patch
 
 from .accumulate import RunningMean
-from .advise import advise as advise_training
+from .advise import advise_schemes
 from .als import ALSScaler
-from .callback import ContextCB, is_training, MixedPrecisionCB, valid_scheme
-from .dynamic import valid_steps
+from .callback import ContextCB, is_training, MixedPrecisionCB, validate_scheme
+from .dynamic import validate_steps
 from .formats import fp16
 from .monitor import TensorCollector, TensorHooks
 from .plots import CYCLE, figure_html, log2_axis, log2_hist, Log2Hist, plot_log2_hist
 from .overflow import early_warning
 from .scaler import LossScaler, StaticScaler, warn_user
-from .step import GradStats
+from .step import StepController
 from .tensorcore import half_compute
 from .underflow import note_flushed
 
@@ -90,10 +90,10 @@ def switch(self:MixedPrecisionCB,
     dtype='fp16', # or 'bf16'
 ):
     "Change the scheme during a fit, between two batches; gradients that were accumulated are dropped"
-    self.dtype, self.scaler = valid_scheme(dtype, scaler), scaler or StaticScaler(1.)
+    self.dtype, self.scaler = validate_scheme(dtype, scaler), scaler or StaticScaler(1.)
     self.learn.opt.zero_grad()                          # the old scale is in what waits
     if self.stats.watched: self.stats.watched.remove()
-    number, self.stats = self.stats.number, GradStats(self.scaler, self.learn.model, self.group)
+    number, self.stats = self.stats.number, StepController(self.scaler, self.learn.model, self.group)
     self.stats.number = number
 
 # %% ../nbs/89_learner.ipynb #00d388f6
@@ -147,7 +147,7 @@ class ALSViewCB(Callback):
     def __init__(self,
         every:int=10, # steps between pictures
     ):
-        valid_steps('every', every, 10)
+        validate_steps('every', every, 10)
         self.every, self.frames, self.scales, self.hooks, self.out = every, [], [], [], None
 
     def before_fit(self):
@@ -259,4 +259,4 @@ def advise(self:Learner,
     def drawn():
         while True:
             for *xb, yb in self.dls.train: yield xb[0] if len(xb) == 1 else tuple(xb), yb
-    return advise_training(self.model, _torch_optimizer(self), self.loss_func, drawn(), steps, **kwargs)
+    return advise_schemes(self.model, _torch_optimizer(self), self.loss_func, drawn(), steps, **kwargs)

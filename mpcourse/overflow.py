@@ -15,7 +15,7 @@ from torch.autograd import _get_sequence_nr
 from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 
 from .monitor import named_tensors, TensorHooks
-from .tensorcore import fast_half
+from .tensorcore import fp32_accumulate
 from .underflow import replay_batch, share_table
 
 # %% ../nbs/17_overflow.ipynb #20o00020
@@ -135,7 +135,7 @@ def find_overflow(
     loss_func, # (predictions in FP32, targets) -> 0-dim loss, or a nest of losses
     dtype:str|torch.dtype='fp16', # of autocast
     scale=1., # on the loss: a number or a policy
-    compute=fast_half, # makes a context for forward and backward
+    compute=fp32_accumulate, # makes a context for forward and backward
 )->Overflow: # None where the loss and the weights' gradients are finite
     "Run a batch again and name the module, the direction and the operation that made the first infinity or NaN"
     for n, t in [*model.named_parameters(), *named_tensors('input', batch[0])]:

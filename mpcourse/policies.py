@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import torch
 
-from .dynamic import DynamicScaler, valid_number, valid_steps
+from .dynamic import DynamicScaler, validate_number, validate_steps
 from .scaler import LossScaler, StaticScaler
 
 # %% ../nbs/13_policies.ipynb #15a50019
@@ -123,10 +123,10 @@ class DeepSpeedScaler(LossScaler):
         consecutive:bool=False, # does patience come back with every clean step?
         **config, # as for LossScaler; `min_scale` is `min_loss_scale`, 1
     ):
-        valid_steps('growth_interval', growth_interval, 1000)
-        valid_steps('hysteresis', hysteresis, 2)
+        validate_steps('growth_interval', growth_interval, 1000)
+        validate_steps('hysteresis', hysteresis, 2)
         super().__init__(init_scale, growth_interval=growth_interval, hysteresis=hysteresis,
-                         consecutive=consecutive, **{'hold': False} | config)
+                         consecutive=consecutive, **{'skip_nonfinite_loss': False} | config)
         self.register_buffer('since', torch.tensor(0))
         self.register_buffer('patience', torch.tensor(hysteresis))
 
@@ -152,10 +152,10 @@ class FairseqScaler(LossScaler):
         moving:bool=False, # does the window double and halve with the scale? (metaseq)
         **config, # as for LossScaler; `min_scale` is `min_loss_scale`, 1e-4
     ):
-        valid_steps('growth_interval', growth_interval, 2000)
-        valid_number('tolerance', tolerance, lambda x: 0 <= x <= 1, 'take a share from 0 to 1')
+        validate_steps('growth_interval', growth_interval, 2000)
+        validate_number('tolerance', tolerance, lambda x: 0 <= x <= 1, 'take a share from 0 to 1')
         super().__init__(init_scale, growth_interval=growth_interval, tolerance=tolerance,
-                         moving=moving, **dict(hold=False, min_scale=1e-4) | config)
+                         moving=moving, **dict(skip_nonfinite_loss=False, min_scale=1e-4) | config)
         first = dict(since_overflow=1, since_move=1, overflows=0, window=growth_interval)
         for n, v in first.items(): self.register_buffer(n, torch.tensor(v))
 
@@ -185,7 +185,7 @@ class MetaseqScaler(FairseqScaler):
 #| code-fold: true
 class LogMaxScaler(LossScaler):
     "OpenSeq2Seq's LogMax: a scale from mean and deviation of log2 of the largest gradient"
-    wants = ('found_inf', 'amax')
+    required_stats = ('found_inf', 'amax')
 
     def __init__(self,
         init_scale:float=1., # the first scale
@@ -196,11 +196,11 @@ class LogMaxScaler(LossScaler):
         **config, # as for LossScaler; `max_scale` is 2^14
     ):
         for n, b in dict(beta1=beta1, beta2=beta2).items():
-            valid_number(n, b, lambda x: 0 < x < 1, 'it weights a mean, so take one between 0 and 1')
-        valid_number('deviations', deviations, lambda x: abs(x) < 2.**127, 'take a finite number, such as 3.09')
-        valid_number('overflow_as', overflow_as, lambda x: abs(x) < 2.**127, 'take a finite number, such as 16')
+            validate_number(n, b, lambda x: 0 < x < 1, 'it weights a mean, so take one between 0 and 1')
+        validate_number('deviations', deviations, lambda x: abs(x) < 2.**127, 'take a finite number, such as 3.09')
+        validate_number('overflow_as', overflow_as, lambda x: abs(x) < 2.**127, 'take a finite number, such as 16')
         super().__init__(init_scale, beta1=beta1, beta2=beta2, deviations=deviations,
-                         overflow_as=overflow_as, **dict(hold=False, max_scale=2.**14) | config)
+                         overflow_as=overflow_as, **dict(skip_nonfinite_loss=False, max_scale=2.**14) | config)
         for n in ('steps', 'mean', 'slow', 'square'): self.register_buffer(n, torch.tensor(0.))
 
     def next_scale(self, stats):
@@ -217,15 +217,15 @@ class LogMaxScaler(LossScaler):
         return (16 - mean - self.deviations*spread).clamp(-126, 127).exp2()
 
 # %% ../nbs/13_policies.ipynb #dcb55aee
-NO_FLOOR = dict(hold=False, min_scale=2.**-126)              # the original has no floor
+NO_FLOOR = dict(skip_nonfinite_loss=False, min_scale=2.**-126)              # the original has no floor
 PEERS = dict(
     torch=NO_FLOOR,
     fastai=dict(NO_FLOOR, init_scale=2.**24, growth_interval=500, consecutive=False),
     apex_amp=dict(NO_FLOOR, max_scale=2.**24),
-    apex_legacy=dict(hold=False, init_scale=2.**32, growth_interval=1000),
+    apex_legacy=dict(skip_nonfinite_loss=False, init_scale=2.**32, growth_interval=1000),
     apex_hysteresis=dict(NO_FLOOR, hysteresis=2, refill='clean'),
-    megatron=dict(hold=False, init_scale=2.**32, growth_interval=1000, hysteresis=2),
-    backoff=dict(hold=False, init_scale=2.**14, max_scale=2.**14))
+    megatron=dict(skip_nonfinite_loss=False, init_scale=2.**32, growth_interval=1000, hysteresis=2),
+    backoff=dict(skip_nonfinite_loss=False, init_scale=2.**14, max_scale=2.**14))
 POLICIES = dict({n: partial(DynamicScaler, **numbers) for n, numbers in PEERS.items()},
                 deepspeed=DeepSpeedScaler, fairseq=FairseqScaler, metaseq=MetaseqScaler,
                 logmax=LogMaxScaler, static=StaticScaler, dynamic=DynamicScaler)

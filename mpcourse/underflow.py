@@ -21,7 +21,7 @@ from .half import cast, half_dtype, model_to_float
 from .monitor import inverse_scale, match_names, TensorHooks
 from .plots import CYCLE, format_band, log2_axis
 from .scaler import LossScaler
-from .tensorcore import fast_half
+from .tensorcore import fp32_accumulate
 from .toys import predict
 
 # %% ../nbs/16_underflow.ipynb #19u00020
@@ -84,7 +84,7 @@ def probe_flushed(
     loss_func, # (predictions in FP32, targets) -> 0-dim loss
     dtype:str|torch.dtype='fp16', # of autocast; None where `compute` emulates a format
     scale=1., # on the loss
-    compute=fast_half, # makes a context for forward and backward
+    compute=fp32_accumulate, # makes a context for forward and backward
     kinds=('weight_grad', 'activation_grad'), # of what; also 'activation'
     names=None, # of modules and parameters, as for `match_names`
 )->dict: # (name, kind) -> ZeroCount

@@ -7,7 +7,7 @@ __all__ = ['PARAMS', 'CONSTRAINTS', 'unit_readout', 'ELEMENTWISE', 'unit_relu', 
            'unit_sigmoid', 'scaled', 'unit_stds', 'rsqrt', 'linear_factors', 'assert_unit_scaled', 'unit_op',
            'constrain', 'unit_linear', 'elementwise_factors', 'unit_elementwise', 'compile_constant', 'softmax_sums',
            'softmax_factors', 'attention_factors', 'unit_matmul', 'unit_softmax', 'unit_attention', 'unit_norm',
-           'unit_layer_norm', 'unit_embedding', 'unit_dropout', 'true_gradients', 'gradient_cosines',
+           'unit_layer_norm', 'unit_embedding', 'unit_dropout', 'unscaled_gradients', 'gradient_cosines',
            'assert_true_directions', 'weighted_add', 'residual_split', 'residual_add', 'running_tau',
            'unit_cross_entropy', 'unit_mse']
 
@@ -312,7 +312,7 @@ def unit_dropout(
 
 # %% ../nbs/25_unit.ipynb #5026a9e7
 #| code-fold: true
-class true_gradients(TorchFunctionMode):
+class unscaled_gradients(TorchFunctionMode):
     "Inside, every `scaled` has its forward factor on the way back, too: autograd's gradients of the same function"
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is scaled: return scaled(args[0], args[1], args[1])
@@ -344,7 +344,7 @@ def gradient_cosines(
 
     Where ours and the true gradient are 1e-10 of the largest or less, both are zero up to rounding and count as 1."""
     ours = _gradients(model, inputs, loss_func)
-    with true_gradients(): true = _gradients(model, inputs, loss_func)
+    with unscaled_gradients(): true = _gradients(model, inputs, loss_func)
     tiny = [1e-10*max([g.norm() for g in gs.values()], default=0.) for gs in (ours, true)]
     def cos(a, b):
         if a.norm() <= tiny[0] and b.norm() <= tiny[1]: return 1.   # such as a bias before BatchNorm

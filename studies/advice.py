@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 
 import every_scheme, new_nets
-from mpcourse.advise import STEPS, STORED, advise
+from mpcourse.advise import STEPS, STORED, advise_schemes
 from mpcourse.compare import attempt, lost_share
 
 NETS = every_scheme.NETS | new_nets.NETS
@@ -30,7 +30,7 @@ def tried(scheme, net, seed, steps=100):
 def run(row, seed):
     "Verdicts, trials, and the seconds of both"
     start, t = time.perf_counter(), NETS[row](seed + 100)
-    advice = advise(t.model, t.opt(t.model.parameters()), t.loss_func, t.batches(), 100, t.schedule, SCHEMES)
+    advice = advise_schemes(t.model, t.opt(t.model.parameters()), t.loss_func, t.batches(), 100, t.schedule, SCHEMES)
     middle = time.perf_counter()
     found = {s: CODES[advice.verdicts[s][0]] for s in SCHEMES} | dict(seconds=middle - start)
     if row not in new_nets.NETS: return found

@@ -13,7 +13,7 @@ from mpcourse.dynamic import DynamicScaler
 from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, drawings, fit, heads_loss, heads_score, plain_step, two_heads
 
 POLICIES = {'FP32': None, 'torch': partial(get_policy, 'torch'), 'Megatron': partial(get_policy, 'megatron'),
@@ -37,7 +37,7 @@ def train(name, k, seed=0, steps=150):
     def loss_func(pred, y): return heads_loss(pred, y)/2.**k
     step = make_step(name, model, next(batches(data, 256, 1, seed)), loss_func)
     opt = torch.optim.Adam(model.parameters(), lr=3e-3, eps=1e-8/2.**k)
-    with fast_half(): return model, fit(model, batches(data, 256, steps, seed), opt, loss_func, step)
+    with fp32_accumulate(): return model, fit(model, batches(data, 256, steps, seed), opt, loss_func, step)
 
 
 def run(row, seed):

@@ -11,7 +11,7 @@ from mpcourse.als import ALSScaler
 from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, cross_entropy, deep_sigmoid, digits, fit, plain_step
 
 # a static scale's exponent, or a policy, or None for FP32; and what becomes of an overflow
@@ -58,7 +58,7 @@ def make_step(kind, how):
     if kind is None: return plain_step
     if how == 'unchecked': return unchecked(kind)
     scaler = StaticScaler(2.**kind) if isinstance(kind, int) else kind()
-    return MixedStep(scaler, compute=partial(fast_half, how))
+    return MixedStep(scaler, compute=partial(fp32_accumulate, how))
 
 
 def ending(h, learnt):

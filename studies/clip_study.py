@@ -19,22 +19,22 @@ from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
 from mpcourse.simulator import corrupt, fp32_step
 from mpcourse.step import MixedStep
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, fit, get_toy
 from mpcourse.underflow import note_flushed, share_table
 
 
 def grow(start=2.**16, interval=2000, **kw):
     "Torch's policy, tuned"
-    return lambda: DynamicScaler(start, growth_interval=interval, hold=False, **kw)
+    return lambda: DynamicScaler(start, growth_interval=interval, skip_nonfinite_loss=False, **kw)
 
 
 CREWS = {'FP32': None, 'BF16': lambda: StaticScaler(1.), 'torch': grow(), 'start 2^24': grow(2.**24),
          'interval 100': grow(interval=100), 'interval 10': grow(interval=10),
          'interval 1': grow(interval=1), 'Megatron': lambda: get_policy('megatron', init_scale=2.**16),
          'metaseq': lambda: get_policy('metaseq', init_scale=2.**16), 'floor 2^12': grow(min_scale=2.**12),
-         'static 2^16': lambda: StaticScaler(2.**16), 'ALS': partial(ALSScaler, hold=False),
-         'ALS, saturating': partial(ALSScaler, saturate=True, hold=False)}
+         'static 2^16': lambda: StaticScaler(2.**16), 'ALS': partial(ALSScaler, skip_nonfinite_loss=False),
+         'ALS, saturating': partial(ALSScaler, saturate=True, skip_nonfinite_loss=False)}
 STORMS = {'calm': None, 'at 30': 30, 'at 300': 300}
 ROWS = {f'{crew}, {when}': (crew, at) for crew in CREWS for when, at in STORMS.items()}
 ROWS |= {'CNN, calm': ('torch', None), 'CNN, at 30': ('torch', 30)}
@@ -47,7 +47,7 @@ def crew_step(name):
     if name == 'FP32': return fp32_step(1.), None
     scaler, how = CREWS[name](), 'saturate' if 'saturating' in name else 'inf'
     if name == 'BF16': return MixedStep(scaler, torch.bfloat16, compute=nullcontext, clip=1.), scaler
-    return MixedStep(scaler, compute=partial(fast_half, how), clip=1.), scaler
+    return MixedStep(scaler, compute=partial(fp32_accumulate, how), clip=1.), scaler
 
 
 def corrupt_batches(batches, bad, seed):

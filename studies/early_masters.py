@@ -5,7 +5,7 @@ A row says when the FP32 copy is taken. A training of the deep sigmoid net has 3
 import torch, torch.nn.functional as F
 
 from mpcourse.recipe import train_fp16
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, deep_sigmoid, digits
 
 ROWS = ['before rounding', 'after rounding']
@@ -17,7 +17,7 @@ def run(row, seed):
     master = deep_sigmoid(seed)
     if row == 'after rounding': master = master.half().float()
     opt = torch.optim.Adam(master.parameters(), lr=6e-3)
-    with fast_half(): losses = train_fp16(master, opt, batches(digits(), 128, 300, seed), F.cross_entropy)
+    with fp32_accumulate(): losses = train_fp16(master, opt, batches(digits(), 128, 300, seed), F.cross_entropy)
     return dict(loss=sum(losses[-20:])/20)
 
 

@@ -8,10 +8,10 @@ rate of its own: compare it with its own FP32. No net here but `unit` has attent
 import torch, torch.nn.functional as F
 from torch import nn
 
-from mpcourse.fp8 import Cast, Recipe, simulate_fp8
+from mpcourse.fp8 import CastConfig, Recipe, simulate_fp8
 from mpcourse.toys import batches, char_text, fit, seeded
 
-E4M3 = Recipe(g=Cast('e4m3'))
+E4M3 = Recipe(g=CastConfig('e4m3'))
 PLAIN = {'FP32': None, 'E4M3, no scale': E4M3, 'tensorwise': 'tensorwise', 'mx': 'mx', 'mx_floor': 'mx_floor'}
 OUTLIER = {'FP32': None} | {k: k for k in ('tensorwise', 'delayed', 'rowwise', 'block', 'mx', 'mx_floor')}
 UNIT = {'FP32': None, 'E4M3, no scale': E4M3}

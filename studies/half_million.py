@@ -7,7 +7,7 @@ core for each row. `studies/large_batch.py` has ten seeds of a shortcut.
 import torch
 from torch.func import functional_call
 
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, fit, get_toy
 
 PASSES = {'FP32': (torch.float32, 1.), 'FP16, scale 1': (torch.float16, 1.), 'FP16, scale 2^15': (torch.float16, 2.**15)}
@@ -37,7 +37,7 @@ def run(row, seed):
     toy = get_toy('char_lm')
     model = toy.model(seed=seed, device='cpu')
     data = batches(toy.data(device='cpu'), 16*PARTS, STEPS, seed)
-    with fast_half():
+    with fp32_accumulate():
         losses = fit(model, data, toy.opt(model.parameters()), toy.loss_func, accumulate(*PASSES[row]), toy.schedule(STEPS))['loss']
     return dict(after_25=losses[24], after_50=losses[49], loss=sum(losses[-20:])/20)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import get_toy, half_pass, train_toy
 from two_heads import flush_gradients
 
@@ -35,7 +35,7 @@ def run(row, seed):
     if row == 'FP32': scale = 1.
     if 'scale' in row: scale *= 2.**15
     if 'flush' in row: toy = flushing(toy)
-    with fast_half(): return dict(loss=train_toy(toy, half_pass(dtype, scale), seed, steps=100).loss)
+    with fp32_accumulate(): return dict(loss=train_toy(toy, half_pass(dtype, scale), seed, steps=100).loss)
 
 
 if __name__ == '__main__':

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch, torch.nn.functional as F
 from torch import nn
 
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import digits, mlp
 
 DATA = digits()
@@ -97,7 +97,7 @@ def train(task, seed, half):
         rows = torch.randint(len(task.x), (bs,), generator=gen) if bs < len(task.x) else slice(None)
         def model(x):
             with torch.autocast('cpu', torch.float16, enabled=half): return task.model(x).float()
-        with fast_half():
+        with fp32_accumulate():
             loss = task.loss(model, task.x[rows], task.y[rows])
             opt.zero_grad()
             loss.backward()

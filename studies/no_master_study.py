@@ -10,12 +10,12 @@ from functools import partial
 import torch
 from torch.func import functional_call
 
-from mpcourse.accumulate import HalfStorage
-from mpcourse.emulate import emulate, exact_loss
+from mpcourse.accumulate import NoMasterWeights
+from mpcourse.emulate import emulate_format, exact_loss
 from mpcourse.toys import batches, cross_entropy, digits, evaluate, relu_mlp
 
-ARITHMETIC = {'FP32': nullcontext, 'FP16': partial(emulate, 'fp16', overflow='inf'),
-              'FP16 sums': partial(emulate, 'fp16', overflow='inf', accumulate='fp16', chunk=4)}
+ARITHMETIC = {'FP32': nullcontext, 'FP16': partial(emulate_format, 'fp16', overflow='inf'),
+              'FP16 sums': partial(emulate_format, 'fp16', overflow='inf', accumulate='fp16', chunk=4)}
 STORAGE = {'FP32': (torch.float32, None), 'FP16': (torch.float16, 'nearest'), 'FP16 + SR': (torch.float16, 'stochastic'),
            'FP16 + Kahan': (torch.float16, 'kahan'), 'BF16': (torch.bfloat16, 'nearest'),
            'BF16 + SR': (torch.bfloat16, 'stochastic'), 'BF16 + Kahan': (torch.bfloat16, 'kahan')}
@@ -44,7 +44,7 @@ def run(row, seed):
     dtype, rounding = STORAGE[s]
     data, model = digits(), relu_mlp(seed, depth=3).to(dtype)
     opt, generator = torch.optim.SGD(model.parameters(), lr=1e-3), torch.Generator().manual_seed(seed)
-    storage = HalfStorage(model.parameters(), rounding, generator) if rounding else None
+    storage = NoMasterWeights(model.parameters(), rounding, generator) if rounding else None
     losses = [one_batch(model, storage, ARITHMETIC[a], opt, *b) for b in batches(data, 4, STEPS, seed)]
     end = evaluate(model.float(), data)
     return dict(loss=sum(losses[-500:])/500, valid=end['loss'], acc=end['acc'])

@@ -4,7 +4,7 @@ A replay of 20,000 steps from 2^16: published rules as they are, two with a wind
 """
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.policies import RULES, get_policy
-from mpcourse.simulator import random_storm, replay
+from mpcourse.simulator import random_burst, replay
 
 
 ROWS = {**{name: name for name in RULES},
@@ -15,7 +15,7 @@ SEEDS = range(8)
 
 def run(row, seed):
     "log2 of the scale after 5,000 steps and at the end (NaN: gave up), and whether the policy gave up"
-    flight = replay({row: ROWS[row]}, random_storm(.01, 20_000, seed), start=2.**16)
+    flight = replay({row: ROWS[row]}, random_burst(.01, 20_000, seed), start=2.**16)
     log = flight.scales[0].log2().tolist()
     return dict(at_5000=log[5000], end=log[-1], gave_up=bool(flight.stopped))
 

@@ -17,7 +17,7 @@ from mpcourse.gradscaler import GradScaler
 from mpcourse.half import cast as to_half, model_to_half
 from mpcourse.monitor import TensorCollector
 from mpcourse.step import MixedStep
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import seeded
 
 STEPS = 20
@@ -130,9 +130,9 @@ def errors(model, x):
     "Logits in evaluation mode, against FP32"
     model.eval()
     want = model(x).float()
-    with fast_half(), torch.autocast('cpu', torch.float16): cast = model(x)
-    with fast_half(), torch.autocast('cpu', torch.bfloat16): bf16 = model(x)
-    with fast_half(): half = model_to_half(copy.deepcopy(model))(to_half(x, torch.float16))
+    with fp32_accumulate(), torch.autocast('cpu', torch.float16): cast = model(x)
+    with fp32_accumulate(), torch.autocast('cpu', torch.bfloat16): bf16 = model(x)
+    with fp32_accumulate(): half = model_to_half(copy.deepcopy(model))(to_half(x, torch.float16))
     found = dict(half=off(half, want), autocast=off(cast, want), bf16=off(bf16, want))
     return found | dict(fp8=off(in_fp8(model)(x), want))
 
@@ -162,8 +162,8 @@ def by_gradscaler():
     scaler = GradScaler()
     def step(model, xb, yb, opt, loss_func):
         opt.zero_grad()
-        with fast_half(), torch.autocast('cpu', torch.float16): loss = loss_func(model(xb), yb)
-        with fast_half(): scaler.scale(loss).backward()
+        with fp32_accumulate(), torch.autocast('cpu', torch.float16): loss = loss_func(model(xb), yb)
+        with fp32_accumulate(): scaler.scale(loss).backward()
         scaler.step(opt)
         scaler.update()
         return dict(loss=loss.item())
@@ -204,7 +204,7 @@ def by_trainer(model, x, y):
             super().create_accelerator_and_postprocess()
             self.accelerator.scaler = scaler
         def compute_loss(self, *args, **kw):
-            with fast_half(), torch.autocast('cpu', torch.float16): loss = super().compute_loss(*args, **kw)
+            with fp32_accumulate(), torch.autocast('cpu', torch.float16): loss = super().compute_loss(*args, **kw)
             losses.append((loss[0] if isinstance(loss, tuple) else loss).item())
             return loss
     examples = [{'x': a, 'labels': b} for a, b in zip(x, y)]*STEPS

@@ -7,7 +7,7 @@ import copy
 import torch
 import torch.nn.functional as F
 
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, deep_sigmoid, digits
 
 ROWS = ('FP32', 'FP16', 'S = 1')
@@ -15,7 +15,7 @@ SEEDS = range(10)
 STEPS = 400
 
 
-@fast_half()
+@fp32_accumulate()
 def run(row, seed):
     "Mean loss of the last 20 steps"
     S = 1. if row == 'S = 1' else 2.**11

@@ -8,7 +8,7 @@ import math
 import torch
 
 from mpcourse.recipe import train_fp16
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, cross_entropy, deep_sigmoid, digits, fit
 
 RATES = (2e-3, 4e-3, 6e-3)
@@ -22,7 +22,7 @@ def run(row, seed):
     lr, S = ROWS[row]
     net, data = deep_sigmoid(seed), batches(digits(), 128, 200, seed)
     opt = torch.optim.Adam(net.parameters(), lr=lr)
-    with fast_half():
+    with fp32_accumulate():
         losses = fit(net, data, opt)['loss'] if S is None else train_fp16(net, opt, data, cross_entropy, S)
     loss = sum(losses[-20:])/20
     return dict(loss=loss, learnt=loss < math.log(10) - .05)

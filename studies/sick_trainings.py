@@ -14,13 +14,13 @@ from functools import partial
 import torch, torch.nn.functional as F
 from torch import nn
 
-from mpcourse.accumulate import HalfStep
+from mpcourse.accumulate import NoMasterStep
 from mpcourse.cases import REMEDIES, evidence, lost_by, train_patient
 from mpcourse.compare import Training, converted, measured_scale
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
-from mpcourse.step import KeptBuffers, MixedStep
+from mpcourse.step import BufferSnapshot, MixedStep
 from mpcourse.toys import batches, cross_entropy, deep_sigmoid, digits, evaluate, mlp, plain_step, relu_mlp, seeded
 from mpcourse.zoo import cnn
 
@@ -70,7 +70,7 @@ def store(scaler, rounding='nearest'):
     def begin(t):
         s = scaler(t)
         t.model.bfloat16()
-        step = HalfStep(s, rounding)
+        step = NoMasterStep(s, rounding)
         def cast(model, xb, *rest): return step(model, xb.bfloat16(), *rest)
         return cast
     return begin
@@ -155,7 +155,7 @@ class OldStep(MixedStep):
     "A skipped step leaves its traces in the buffers"
     def begin(self, model):
         super().begin(model)
-        self.stats.buffers = KeptBuffers()
+        self.stats.buffers = BufferSnapshot()
 
 
 def bright(seed, repaired):

@@ -26,7 +26,7 @@ def measured(seed, data):
 def floored(seed, data):
     "Torch's rule from a measured scale, with a floor four octaves below it"
     scale = measured(seed, data).scale.item()
-    return DynamicScaler(scale, min_scale=scale/16, hold=False)
+    return DynamicScaler(scale, min_scale=scale/16, skip_nonfinite_loss=False)
 
 
 POLICIES = {'FP32': None, 'BF16': None, 'torch': lambda *_: get_policy('torch'), 'torch and the line': None,

@@ -20,7 +20,7 @@ from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
 from mpcourse.simulator import corrupt
 from mpcourse.step import MixedStep
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, get_toy, predict, train_toy
 from mpcourse.zoo import contrastive
 
@@ -49,7 +49,7 @@ def torchs_step(scaler, clip):
     def step(model, xb, yb, opt, loss_func):
         opt.zero_grad()
         scale = scaler.get_scale()
-        with fast_half():
+        with fp32_accumulate():
             with torch.autocast('cpu', torch.float16): pred = predict(model, xb)
             loss = loss_func(pred.float(), yb)
             if not loss.isfinite(): return dict(loss=loss.detach(), scale=scale, skipped=1.)     # the line
@@ -76,14 +76,14 @@ def measured(seed, divide):
 def floored(seed, divide):
     "Torch's rule from a measured scale, with a floor four octaves below it"
     scale = measured(seed, divide).scale.item()
-    return DynamicScaler(scale, min_scale=scale/16, hold=False)
+    return DynamicScaler(scale, min_scale=scale/16, skip_nonfinite_loss=False)
 
 
 # from the same 2^16, from a start of one's own, and no scaler at all
 POLICIES = {'FP32': None, 'torch': lambda *_: get_policy('torch'), 'torch and the line': None,
-            'hold': lambda *_: DynamicScaler(), 'floor 2^8': lambda *_: DynamicScaler(min_scale=2.**8, hold=False),
-            'floor 2^12': lambda *_: DynamicScaler(min_scale=2.**12, hold=False),
-            'patience 16': lambda *_: DynamicScaler(hysteresis=16, refill='clean', hold=False),
+            'hold': lambda *_: DynamicScaler(), 'floor 2^8': lambda *_: DynamicScaler(min_scale=2.**8, skip_nonfinite_loss=False),
+            'floor 2^12': lambda *_: DynamicScaler(min_scale=2.**12, skip_nonfinite_loss=False),
+            'patience 16': lambda *_: DynamicScaler(hysteresis=16, refill='clean', skip_nonfinite_loss=False),
             'torch from 2^24': lambda *_: get_policy('torch', init_scale=2.**24),
             'measured, floor 2^-4 of it': floored, 'measured, constant': measured}
 PUBLISHED = {'Megatron from 2^16': lambda *_: get_policy('megatron', init_scale=2.**16),

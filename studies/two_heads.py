@@ -9,7 +9,7 @@ import torch
 
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, drawings, fit, heads_loss, heads_score, plain_step, two_heads
 
 STEPS = {'FP32': lambda: plain_step, 'FP16, scale 1': lambda: MixedStep(StaticScaler(1.)),
@@ -43,7 +43,7 @@ def run(row, seed):
         step = MixedStep(StaticScaler.measured(model, first, loss_func, TARGETS[row]))
     else: step = STEPS[row]()
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
-    with fast_half(): history = fit(model, batches(data, 256, 150, seed), opt, loss_func, step)
+    with fp32_accumulate(): history = fit(model, batches(data, 256, 150, seed), opt, loss_func, step)
     accuracy, error = heads_score(model, data)
     return dict(error=error, accuracy=accuracy, loss=sum(history['loss'][-20:])/20, skipped=sum(history.get('skipped', [0])))
 

@@ -14,7 +14,7 @@ import torch, torch.nn.functional as F
 from torch import nn
 
 from mpcourse.monitor import TensorHooks
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, char_text, cross_entropy, fit, half_pass, plain_step, seeded, warmup_cosine
 from mpcourse.underflow import count_zeros
 from mpcourse.unit import running_tau, scaled, unit_cross_entropy, unit_linear, unit_tanh, weighted_add
@@ -163,7 +163,7 @@ def branches(kind, o, d, layers, context):
 
 def all_half(scale):
     "A step in which everything but the loss is in FP16; Adam takes the gradients with their scale"
-    @fast_half()
+    @fp32_accumulate()
     def step(model, xb, yb, opt, loss_func):
         loss = loss_func(model(xb).float(), yb)
         opt.zero_grad()
@@ -188,7 +188,7 @@ def counting(step, start, found, scale=1.):
     def counted(model, xb, yb, opt, loss_func):
         calls.append(1)
         if len(calls) > start:
-            with fast_half():
+            with fp32_accumulate():
                 high, low = (gradients(model, xb, yb, loss_func, d, scale) for d in (torch.float32, torch.float16))
             for key, after in low.items():
                 first, *more = map(count_zeros, high[key], after)
@@ -205,7 +205,7 @@ def train(kind, unit, unit_loss, scale, factor, eps, seed, steps=150):
     opt, found = torch.optim.Adam(model.parameters(), RATES[kind][unit], (.9, .99), eps or 1e-8), {}
     if factor is None: step = plain_step
     else:   # where Adam is in FP32, both factors are taken out of its gradients
-        half = all_half(scale*factor) if eps else fast_half()(half_pass(torch.float16, scale*factor))
+        half = all_half(scale*factor) if eps else fp32_accumulate()(half_pass(torch.float16, scale*factor))
         step = counting(half, steps - 5, found, scale*factor)
     hist = fit(model, batches(char_text(32), 16, steps, seed), opt,
                unit_cross_entropy if unit_loss else cross_entropy, step, warmup_cosine(steps, 20))

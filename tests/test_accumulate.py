@@ -7,7 +7,7 @@ from fastai.callback.training import GradientAccumulation, GradientClip
 from hypothesis import given, settings, strategies as st
 
 from mpcourse.learner import RunningMeanCB
-from mpcourse.accumulate import (MEANS, STORING, HalfStep, HalfStorage, RunningMean, mean_backward,
+from mpcourse.accumulate import (MEANS, STORAGE_ROUNDINGS, NoMasterStep, NoMasterWeights, RunningMean, mean_backward,
                                  running_mean)
 from mpcourse.callback import quiet_fit, tensor_dls
 from mpcourse.dynamic import DynamicScaler
@@ -178,7 +178,7 @@ def test_an_unfinished_mean_does_not_outlive_the_fit():
 def moved(dtype, rounding, opt, steps=600, device='cpu'):
     "How far weights of 1 go by small updates, on average"
     w = nn.Parameter(torch.ones(400, dtype=dtype, device=device))
-    o, storage = OPTS[opt]([w]), HalfStorage([w], rounding, torch.Generator(device).manual_seed(0))
+    o, storage = OPTS[opt]([w]), NoMasterWeights([w], rounding, torch.Generator(device).manual_seed(0))
     for _ in range(steps):
         w.grad = torch.full_like(w, .125)
         with storage.wide(): o.step()
@@ -196,7 +196,7 @@ def test_small_updates_arrive_stochastically_and_with_kahan(opt, dtype, device):
         o.step()
     want = 1 - ref.item()
     assert .04 < want and moved(dtype, 'nearest', opt, device=device) == 0
-    for r in STORING[1:]: assert abs(moved(dtype, r, opt, device=device) - want) < .06*want, r
+    for r in STORAGE_ROUNDINGS[1:]: assert abs(moved(dtype, r, opt, device=device) - want) < .06*want, r
 
 
 def test_within_it_everything_is_fp32_and_the_state_stays_so():
@@ -204,7 +204,7 @@ def test_within_it_everything_is_fp32_and_the_state_stays_so():
     model[0].half()
     model[0].bias.requires_grad_(False)
     opt, before = torch.optim.Adam([p for p in model.parameters() if p.requires_grad]), model[0].weight.data
-    storage = HalfStorage(model.parameters(), 'nearest')
+    storage = NoMasterWeights(model.parameters(), 'nearest')
     for p in model.parameters(): p.grad = torch.ones_like(p)
     with storage.wide():
         assert {p.dtype for p in opt.param_groups[0]['params']} == {p.grad.dtype for p in opt.param_groups[0]['params']} == {torch.float32}
@@ -214,10 +214,10 @@ def test_within_it_everything_is_fp32_and_the_state_stays_so():
     assert {opt.state[p]['exp_avg'].dtype for p in opt.state} == {torch.float32}
 
 
-@pytest.mark.parametrize('rounding', STORING)
+@pytest.mark.parametrize('rounding', STORAGE_ROUNDINGS)
 def test_after_an_exception_every_bit_is_as_it_was(rounding):
     w = nn.Parameter(torch.linspace(1, 2, 50).half())
-    storage, start = HalfStorage([w], rounding, gen()), w.detach().clone()
+    storage, start = NoMasterWeights([w], rounding, gen()), w.detach().clone()
     with pytest.raises(KeyboardInterrupt):
         with storage.wide():
             w.data.add_(1)
@@ -229,7 +229,7 @@ def test_after_an_exception_every_bit_is_as_it_was(rounding):
 
 def training(rounding, opt, seed=0):
     w = nn.Parameter(torch.linspace(.5, 2, 100).bfloat16())
-    return w, OPTS[opt]([w]), HalfStorage([w], rounding, gen(seed) if rounding == 'stochastic' else None)
+    return w, OPTS[opt]([w]), NoMasterWeights([w], rounding, gen(seed) if rounding == 'stochastic' else None)
 
 
 def go_on(w, opt, storage, steps):
@@ -239,7 +239,7 @@ def go_on(w, opt, storage, steps):
 
 
 @pytest.mark.parametrize('opt', OPTS)
-@pytest.mark.parametrize('rounding', STORING)
+@pytest.mark.parametrize('rounding', STORAGE_ROUNDINGS)
 def test_resumed_bit_for_bit(rounding, opt, tmp_path):
     a = training(rounding, opt)
     go_on(*a, range(7))
@@ -266,16 +266,16 @@ def test_a_state_of_another_kind_is_refused():
 
 
 @pytest.mark.parametrize('make, value', [
-    (lambda: HalfStorage([nn.Parameter(torch.ones(1).half())], 'down'), "'down'"),
-    (lambda: HalfStorage([nn.Parameter(torch.ones(1))]), '16 bits'),
-    (lambda: HalfStep(1024.), '1024'), (lambda: HalfStep(StaticScaler(2.), parts=0), '0')])
+    (lambda: NoMasterWeights([nn.Parameter(torch.ones(1).half())], 'down'), "'down'"),
+    (lambda: NoMasterWeights([nn.Parameter(torch.ones(1))]), '16 bits'),
+    (lambda: NoMasterStep(1024.), '1024'), (lambda: NoMasterStep(StaticScaler(2.), parts=0), '0')])
 def test_wrong_arguments(make, value):
     with pytest.raises(ValueError, match=value): make()
 
 
 # --- a step ---
 
-def run(scaler, steps=40, **kw): return train_toy('relu_mlp', HalfStep(scaler, generator=gen(), **kw), steps=steps, dtype=H)
+def run(scaler, steps=40, **kw): return train_toy('relu_mlp', NoMasterStep(scaler, generator=gen(), **kw), steps=steps, dtype=H)
 def flat(model): return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -285,7 +285,7 @@ def test_parts_are_one_batch_and_it_learns():
     assert {p.dtype for p in four.model.parameters()} == {H}
 
 
-@pytest.mark.parametrize('rounding', STORING)
+@pytest.mark.parametrize('rounding', STORAGE_ROUNDINGS)
 def test_a_skipped_step_leaves_every_bit(rounding):
     lost = run(StaticScaler(2.**40), 3, rounding=rounding, parts=2)
     assert sum(lost.history['skipped']) == 3 and same_bits(flat(lost.model), flat(relu_mlp().half()))
@@ -299,9 +299,9 @@ def test_the_scale_moves_once_a_step_and_backs_off():
 
 
 def test_clipping_sees_unscaled_gradients():
-    model, step = relu_mlp().half(), HalfStep(StaticScaler(2.**8), 'kahan', clip=.01)
+    model, step = relu_mlp().half(), NoMasterStep(StaticScaler(2.**8), 'kahan', clip=.01)
     before = flat(model).double()
     x, y = next(iter(batches(digits(), 64, 1, dtype=H)))
     step(model, x, y, torch.optim.SGD(model.parameters(), lr=1.), F.cross_entropy)
-    lost = torch.cat([t.flatten() for t in step.storage.lost])
+    lost = torch.cat([t.flatten() for t in step.storage.compensation])
     assert ((flat(model).double() + lost.double() - before).norm() - .01).abs() < 1e-4

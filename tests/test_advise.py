@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest, torch, torch.nn.functional as F
 from torch import nn
 
-from mpcourse.advise import PROBES, STEPS, STORED, Shadow, Trial, advise, arrived, as_taken, judge, matrices, share
+from mpcourse.advise import PROBES, STEPS, STORED, ShadowModel, SchemeProbe, advise_schemes, arrived, as_taken, judge, weight_matrices, projection_ratio
 from mpcourse.compare import SCHEMES, Training, toy_training
 from mpcourse.toys import plain_step
 
@@ -21,44 +21,44 @@ def linear(scale=1., n=120, opt=None):
     return Training(model, opt or (lambda ps: torch.optim.Adam(ps, 1e-3, eps=1e-30)), lambda p, y: F.mse_loss(p, y)*scale, lambda: iter([(b, b[:, :1]) for b in x]))
 
 
-def ask(t, **how): return advise(t.model, t.opt(t.model.parameters()), t.loss_func, t.batches(), **how)
+def ask(t, **how): return advise_schemes(t.model, t.opt(t.model.parameters()), t.loss_func, t.batches(), **how)
 
 
 def test_a_trial_gives_the_gradients_of_fp32():
     t = linear()
     batch = next(t.batches())
-    got = Trial('FP32', t).gradients(t.model, batch)
+    got = SchemeProbe('FP32', t).gradients(t.model, batch)
     t.loss_func(t.model(batch[0]), batch[1]).backward()
-    assert set(got) == {'0.weight', '2.weight'} and all(torch.equal(got[n], p.grad) for n, p in matrices(t.model).items())
+    assert set(got) == {'0.weight', '2.weight'} and all(torch.equal(got[n], p.grad) for n, p in weight_matrices(t.model).items())
 
 
 @pytest.mark.parametrize('name', [s for s in SCHEMES if 'weights' not in s])
 def test_a_trial_is_of_the_weights_that_it_is_shown(name):
     t = linear()
-    trial, batch = Trial(name, t), next(t.batches())
+    trial, batch = SchemeProbe(name, t), next(t.batches())
     for p in t.model.parameters(): p.data *= 2
-    got, true = trial.gradients(t.model, batch), Trial('FP32', t).gradients(t.model, batch)
-    if 'no scale' not in name: assert all(abs(share(got[n], g) - 1) < .2 for n, g in true.items())
+    got, true = trial.gradients(t.model, batch), SchemeProbe('FP32', t).gradients(t.model, batch)
+    if 'no scale' not in name: assert all(abs(projection_ratio(got[n], g) - 1) < .2 for n, g in true.items())
     assert all(torch.equal(a, b) for a, b in zip(trial.gradients(t.model, batch).values(), got.values())), 'the trial moved'
 
 
 def test_a_scale_settles_before_it_is_judged():
     t = linear(2.**-30)
     batch = next(t.batches())
-    trial = Trial('FP16 ALS', t)
-    assert share(*[trials.gradients(t.model, batch)['0.weight'] for trials in (trial, Trial('FP32', t))]) > .99 and trial.scaler.scale > 2.**30
+    trial = SchemeProbe('FP16 ALS', t)
+    assert projection_ratio(*[trials.gradients(t.model, batch)['0.weight'] for trials in (trial, SchemeProbe('FP32', t))]) > .99 and trial.scaler.scale > 2.**30
     t = linear(2.**8)
-    trial = Trial('FP16 Megatron', t)
+    trial = SchemeProbe('FP16 Megatron', t)
     assert trial.gradients(t.model, batch) is not None and trial.scaler.scale < 1e6
     t = linear(2.**60)
-    assert Trial('FP16 hold', t).gradients(t.model, batch) is None, 'no scale of one or more is low enough'
+    assert SchemeProbe('FP16 hold', t).gradients(t.model, batch) is None, 'no scale of one or more is low enough'
 
 
 def test_adam_takes_small_entries_as_it_takes_large_ones():
     model = nn.Linear(2, 1, bias=False)
     g, lost = torch.tensor([[1., 1e-6]]), torch.tensor([[1., 0.]])
     adam, sgd = torch.optim.Adam(model.parameters(), eps=1e-30), torch.optim.SGD(model.parameters(), 1.)
-    kept = {k: share(as_taken({'weight': lost}, o, model)['weight'], as_taken({'weight': g}, o, model)['weight']) for k, o in dict(adam=adam, sgd=sgd).items()}
+    kept = {k: projection_ratio(as_taken({'weight': lost}, o, model)['weight'], as_taken({'weight': g}, o, model)['weight']) for k, o in dict(adam=adam, sgd=sgd).items()}
     assert kept['sgd'] > .999999 and abs(kept['adam'] - .5) < 1e-6
 
 
@@ -83,7 +83,7 @@ def test_arrived_is_a_share():
 def test_a_shadow_swallows_what_bf16_swallows():
     model = nn.Linear(64, 64, bias=False)
     nn.init.ones_(model.weight)
-    shadows = {how: Shadow(model, how) for how in ('nearest', 'stochastic')}
+    shadows = {how: ShadowModel(model, how) for how in ('nearest', 'stochastic')}
     torch.manual_seed(0)
     for _ in range(64):
         with torch.no_grad(): model.weight += 2.**-10
@@ -120,7 +120,7 @@ def test_nothing_of_the_users_changes():
     opt = t.opt(t.model.parameters())
     for b in list(t.batches())[:3]: plain_step(t.model, *b, opt, t.loss_func)
     before, rng = copy.deepcopy((t.model.state_dict(), opt.state_dict())), torch.random.get_rng_state()
-    advise(t.model, opt, t.loss_func, t.batches(), 40)
+    advise_schemes(t.model, opt, t.loss_func, t.batches(), 40)
     for a, b in zip(torch.utils._pytree.tree_leaves(before), torch.utils._pytree.tree_leaves((t.model.state_dict(), opt.state_dict()))):
         assert torch.equal(a, b) if torch.is_tensor(a) else a == b
     assert torch.equal(rng, torch.random.get_rng_state())
@@ -134,7 +134,7 @@ def test_it_watches_the_training_that_would_have_been():
     def loss(p, y):
         seen.append(loss_func(p, y).item())
         return loss_func(p, y)
-    advise(t.model, opt, loss, t.batches(), 30, lambda i: 1/(i + 1), ())
+    advise_schemes(t.model, opt, loss, t.batches(), 30, lambda i: 1/(i + 1), ())
     losses = []
     for i, b in zip(range(30), t.batches()):
         for g in opt.param_groups: g['lr'] = 1e-3/(i + 1)
@@ -156,7 +156,7 @@ def test_a_scheme_that_refuses_the_net_says_why():
 def test_fp32_that_fails_blames_no_format():
     t = linear()
     bad = [(x*math.inf, y) for x, y in t.batches()]
-    with pytest.raises(ValueError, match='mend the training'): advise(t.model, t.opt(t.model.parameters()), t.loss_func, bad)
+    with pytest.raises(ValueError, match='mend the training'): advise_schemes(t.model, t.opt(t.model.parameters()), t.loss_func, bad)
 
 
 def test_remarks():
@@ -196,8 +196,8 @@ def test_no_verdict_without_grounds():
     t = linear()
     for schemes in (('FP16 weights',), ('BF16', 'magic')):
         with pytest.raises(ValueError, match='no advice on'): ask(t, schemes=schemes)
-    with pytest.raises(ValueError, match='no batch'): advise(t.model, t.opt(t.model.parameters()), t.loss_func, [])
-    with pytest.raises(ValueError, match='no weight matrix'): advise(nn.BatchNorm1d(8), torch.optim.SGD([torch.ones(1)], 1.), F.mse_loss, t.batches())
+    with pytest.raises(ValueError, match='no batch'): advise_schemes(t.model, t.opt(t.model.parameters()), t.loss_func, [])
+    with pytest.raises(ValueError, match='no weight matrix'): advise_schemes(nn.BatchNorm1d(8), torch.optim.SGD([torch.ones(1)], 1.), F.mse_loss, t.batches())
     assert ask(t, schemes=('BF16 weights',)).verdicts['BF16 weights'][0] == 'cannot tell'
     assert not any('did not fall' in r for r in ask(t, steps=5, schemes=()).remarks)
 
@@ -225,6 +225,6 @@ def test_a_model_that_takes_a_dictionary_through_three_lines():
     torch.manual_seed(0)
     model = Logits(Named())
     batches = [((x, torch.ones_like(x)), x) for x in torch.randint(32, (6, 4, 16))]
-    a = advise(model, torch.optim.Adam(model.parameters(), 1e-3), lambda y, x: F.cross_entropy(y[:, :-1].flatten(0, 1), x[:, 1:].flatten()),
+    a = advise_schemes(model, torch.optim.Adam(model.parameters(), 1e-3), lambda y, x: F.cross_entropy(y[:, :-1].flatten(0, 1), x[:, 1:].flatten()),
                batches, 4, schemes=('BF16', 'FP16 measured'))
     assert [v for v, _ in a.verdicts.values()] == ['yes', 'yes']

@@ -7,13 +7,13 @@ from hypothesis import given, settings, strategies as st
 
 from mpcourse.als import EDGE, ALSScaler
 from mpcourse.callback import MixedPrecisionCB, tensor_dls
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.formats import fp16, same_bits
 from mpcourse.gradscaler import GradScaler
 from mpcourse.monitor import TensorHooks
 from mpcourse.learner import ALSViewCB
 from mpcourse.scaler import StaticScaler
-from mpcourse.step import GradStats, MixedStep, named_gradients, take_step
+from mpcourse.step import StepController, MixedStep, named_gradients, take_step
 from mpcourse.toys import batches, get_toy, train_toy
 
 pytestmark = pytest.mark.library
@@ -26,7 +26,7 @@ def popart_scaler(init_scale=1., bin_edge=.125, **kw):
     """PopART's (transforms/automaticlossscaling, op/lossscaleupdate): above 8188, `bin_edge` of 65504, which on the grid
     is from 8192; no floor"""
     edge = fp16.neighbours(bin_edge*fp16.max)[1]
-    return ALSScaler(init_scale, edge, **dict(hold=False, min_scale=2.**-126) | kw)
+    return ALSScaler(init_scale, edge, **dict(skip_nonfinite_loss=False, min_scale=2.**-126) | kw)
 
 
 class Keras(ALSScaler):
@@ -34,7 +34,7 @@ class Keras(ALSScaler):
     steps and one more (1 is a case of its own), then decides and forgets; its candidate has to be smaller than the maximum"""
     def __init__(self, init_scale=1., update_frequency=8, max_scale=2.**15, threshold=1e-5, **kw):
         period = 1 if update_frequency == 1 else update_frequency + 1
-        super().__init__(init_scale, threshold=threshold, period=period, max_scale=max_scale/2, **dict(hold=False) | kw)
+        super().__init__(init_scale, threshold=threshold, period=period, max_scale=max_scale/2, **dict(skip_nonfinite_loss=False) | kw)
         self.step_in_period.fill_(int(period > 1))
         self.register_buffer('sums', torch.zeros(2))
 
@@ -44,7 +44,7 @@ class Keras(ALSScaler):
         return super().next_scale(stats | {('above', self.edge): sums[0], 'numel': sums[1]})
 
 
-MAKES = dict(als=ALSScaler, free=lambda **kw: ALSScaler(hold=False, min_scale=2.**-24, **kw), maximum=lambda **kw: ALSScaler(threshold=0., **kw),
+MAKES = dict(als=ALSScaler, free=lambda **kw: ALSScaler(skip_nonfinite_loss=False, min_scale=2.**-24, **kw), maximum=lambda **kw: ALSScaler(threshold=0., **kw),
              deadband=lambda **kw: ALSScaler(deadband=True, **kw),
              period=lambda **kw: ALSScaler(period=3, **kw), saturate=lambda **kw: ALSScaler(saturate=True, **kw), popart=popart_scaler,
              popart_period=lambda **kw: popart_scaler(period=2, **kw), keras=Keras,
@@ -83,7 +83,7 @@ def toy_run(scaler, steps=30, toy='deep_sigmoid', **kw): return train_toy(toy, M
 
 def decide(scaler, opt, model=None):
     "One step of an optimizer on the gradients that are there"
-    stats = GradStats(scaler, model or nn.Module())
+    stats = StepController(scaler, model or nn.Module())
     stats.unscale_(named_gradients(opt, model))
     outcome = stats.decide()
     take_step(opt, outcome)
@@ -125,8 +125,8 @@ def test_updates_and_hooks_read_nothing(name, looks):
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).half(); watch = sc.watch(net)
     for k in range(5):
         if k == 1: looks.clear()                       # formats are worked out once in a process
-        with fast_half(): net(torch.ones(3, 4).half()).sum().backward()
-        watch.read(); sc.update(saw(2.**k)); watch.reset(); sc.wants
+        with fp32_accumulate(): net(torch.ones(3, 4).half()).sum().backward()
+        watch.read(); sc.update(saw(2.**k)); watch.reset(); sc.required_stats
     assert not looks
 
 
@@ -194,7 +194,7 @@ def test_the_largest_magnitude_decides_as_counts_do_below_one_over_the_threshold
     gs = [(torch.randn(n, generator=g)*2.**(10 + shift)).half() for _ in range(3)]
     top = max(x.abs().max().item() for x in gs)
     sc = ALSScaler(2.**4, activations=False, threshold=1/(3*n + 1), deadband=True)
-    stats = GradStats(sc, nn.Module())
+    stats = StepController(sc, nn.Module())
     stats.unscale_([(None, x, x.float()) for x in gs])
     stats.decide()
     assert sc.scale == (8 if top >= EDGE else 16 if top >= EDGE/2 else 32)
@@ -360,7 +360,7 @@ def test_only_half_gradients_of_activations_count():
     sc, net = ALSScaler(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)); watch = sc.watch(net)
     net(torch.ones(2, 4)).sum().backward()
     assert watch.read()['numel'] == 0
-    with fast_half(), torch.autocast('cpu', torch.float16): net(torch.ones(2, 4)).sum().backward()
+    with fp32_accumulate(), torch.autocast('cpu', torch.float16): net(torch.ones(2, 4)).sum().backward()
     assert watch.read()['numel'] == 12
     watch.reset()
     assert watch.read()['numel'] == 0
@@ -374,7 +374,7 @@ def test_micro_batches_add_up_until_the_step():
 
 
 def test_without_a_model_it_says_so():
-    with pytest.raises(ValueError, match='watches the model'): GradStats(ALSScaler())
+    with pytest.raises(ValueError, match='watches the model'): StepController(ALSScaler())
     with pytest.raises(ValueError, match='model'): GradScaler(ALSScaler())
 
 
@@ -383,7 +383,7 @@ def test_hooks_go_with_the_watch_and_copies_have_none():
     watch = sc.watch(net)
     assert hooked(net) > 0
     model = copy.deepcopy(net)
-    with fast_half(): model.half()(torch.ones(2, 1, 8, 8).half()).sum().backward()                # the copy's hooks do nothing
+    with fp32_accumulate(): model.half()(torch.ones(2, 1, 8, 8).half()).sum().backward()                # the copy's hooks do nothing
     assert watch.read()['numel'] == 0
     watch.remove()
     assert hooked(net) == 0
@@ -417,7 +417,7 @@ def test_in_the_drop_in_as_in_a_plain_step():
         scales = []
         for xb, yb in batches(toy.data(), 64, 44):
             opt.zero_grad()
-            with fast_half():
+            with fp32_accumulate():
                 with torch.autocast('cpu', torch.float16): loss = toy.loss_func(net(xb), yb)
                 scaler.scale(loss).backward()
             scales.append(scaler.get_scale()); scaler.step(opt); scaler.update()
@@ -431,8 +431,8 @@ def test_ranks_decide_together(ranks):
     got = ranks('''
 import torch.nn as nn
 from mpcourse.als import ALSScaler
-from mpcourse.step import GradStats, named_gradients
-w = nn.Parameter(torch.ones(2)); opt = torch.optim.SGD([w], lr=.1); sc = ALSScaler(2.**10); lin = nn.Linear(2, 2).half(); stats = GradStats(sc, lin)
+from mpcourse.step import StepController, named_gradients
+w = nn.Parameter(torch.ones(2)); opt = torch.optim.SGD([w], lr=.1); sc = ALSScaler(2.**10); lin = nn.Linear(2, 2).half(); stats = StepController(sc, lin)
 path = []
 for step in range(6):
     big = step == (2 if rank == 0 else 4)
@@ -463,7 +463,7 @@ def test_saturation_clips_infinities_and_leaves_nan():
 
 def test_saturating_from_far_above_takes_steps_that_the_default_skips():
     skips = {s: sum(toy_run(ALSScaler(2.**26, saturate=s), 12).history['skipped']) for s in (False, True)}
-    exact = toy_run(ALSScaler(2.**26), 12, compute=lambda: fast_half('saturate'))
+    exact = toy_run(ALSScaler(2.**26), 12, compute=lambda: fp32_accumulate('saturate'))
     assert skips[True] <= skips[False] and skips[False] > 0 == sum(exact.history['skipped'])
 
 
@@ -475,7 +475,7 @@ def test_a_nan_of_the_forward_pass_is_skipped(name):
         if i == 1: before, scale = [p.detach().clone() for p in net.parameters()], sc.scale.item()
         step(net, xb.index_fill(0, torch.tensor(0), 1e6) if i else xb, yb, opt, toy.loss_func)
     assert all(same_bits(p.detach(), q) for p, q in zip(net.parameters(), before))
-    assert sc.scale == (scale if sc.hold else scale/2**6)
+    assert sc.scale == (scale if sc.skip_nonfinite_loss else scale/2**6)
 
 
 # --- the originals ---
@@ -544,9 +544,9 @@ def test_the_drop_ins_checkpoint_goes_round(name):
 def drop_in(**kw):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)); opt = torch.optim.SGD(net.parameters(), lr=.1); scaler = GradScaler(ALSScaler(2.**10, **kw), model=net)
     def loss(x=1.):
-        with fast_half(), torch.autocast('cpu', torch.float16): return net(torch.full((2, 4), x)).float().mean()
+        with fp32_accumulate(), torch.autocast('cpu', torch.float16): return net(torch.full((2, 4), x)).float().mean()
     def backward(l):
-        with fast_half(): l.backward()
+        with fp32_accumulate(): l.backward()
     return net, opt, scaler, loss, backward
 
 

@@ -13,7 +13,7 @@ from mpcourse.dynamic import DynamicScaler
 from mpcourse.formats import same_bits
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import StepOutcome
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 
 pytestmark = pytest.mark.library
 H, B, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -241,7 +241,7 @@ def test_a_product_in_the_loss_is_fp32():
     assert seen == {F32}
 
 
-@pytest.mark.parametrize('kw', [dict(), dict(compute=nullcontext), dict(compute=fast_half), dict(compute=partial(fast_half, 'saturate'))])
+@pytest.mark.parametrize('kw', [dict(), dict(compute=nullcontext), dict(compute=fp32_accumulate), dict(compute=partial(fp32_accumulate, 'saturate'))])
 def test_every_way_to_compute_trains_alike(kw):
     seen = []
     mode = lambda learn: seen.append([type(m).__name__ for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack()])
@@ -251,14 +251,14 @@ def test_every_way_to_compute_trains_alike(kw):
     wa, wb, w0 = weights(a), weights(b), weights(learner())
     moved = sum((wb[n] - w0[n]).norm()**2 for n in wb)**.5
     assert sum((wa[n] - wb[n]).norm()**2 for n in wb)**.5 < .1*moved
-    assert all(s == ([] if kw.get('compute') is nullcontext else ['fast_half']) for s in seen)      # on a CPU
+    assert all(s == ([] if kw.get('compute') is nullcontext else ['fp32_accumulate']) for s in seen)      # on a CPU
 
 
 def test_saturating_overflow_is_clipped_and_infinite_otherwise():
     "The same huge activation: ±65504, or an infinity, with which every step is skipped"
     def run(overflow):
         seen = []
-        learn = learner(mixed=dict(scaler=StaticScaler(1.), compute=partial(fast_half, overflow)), inputs=2)
+        learn = learner(mixed=dict(scaler=StaticScaler(1.), compute=partial(fp32_accumulate, overflow)), inputs=2)
         learn.model.mid.register_forward_hook(lambda m, a, out: seen.append(out.abs().max().item()))
         learn.model.mid.weight.data.mul_(1e6).clamp_(-6e4, 6e4)
         learn.model.frozen.weight.data.mul_(100)
@@ -333,7 +333,7 @@ def test_a_scale_too_large_skips_everything_by_itself_and_nothing_moves():
     was = weights(learn)
     fit(learn, 1)
     assert same(weights(learn), was) and learn.mixed_precision_cb.history.skipped.all() and len(learn.mixed_precision_cb.history) == 4
-    assert 'loss scale of 1.07374e+09' in learn.mixed_precision_cb.last_outcome.why
+    assert 'loss scale of 1.07374e+09' in learn.mixed_precision_cb.last_outcome.message
 
 
 # --- losses and validation ---
@@ -375,10 +375,10 @@ def test_validate_and_get_preds_compute_in_half_unscaled_and_leave_all_as_it_was
         assert same(weights(learn), was) and learn.mixed_precision_cb.scaler.scale == 2.**10
         assert learn.opt is None or same(tree(learn.opt.state_dict()), state)
         ref = Model16(model).eval()
-        with torch.no_grad(), fast_half(): want = ref(data(12, 1, 8)[0])
+        with torch.no_grad(), fp32_accumulate(): want = ref(data(12, 1, 8)[0])
         near = (preds - want).abs().max() <= 2**-9*want.abs().max()      # BatchNorm's kernel rounds half inputs once less
         assert preds.dtype == F32 and near and abs(got['loss'] - F.cross_entropy(preds, data(12, 1, 8)[1])) < 1e-5
-    learn = learner(mixed=dict(scaler=StaticScaler(), compute=fast_half))
+    learn = learner(mixed=dict(scaler=StaticScaler(), compute=fp32_accumulate))
     with learn.no_bar(), learn.no_logging():
         if when == 'inside':
             learn.add_cb(At('after_epoch', lambda l: look(l) if not hasattr(l, 'gather_preds') and not l.lock.locked() else None))

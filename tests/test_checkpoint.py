@@ -13,7 +13,7 @@ from fastai.torch_core import TensorBase
 
 from mpcourse.callback import quiet_fit, tensor_dls
 from mpcourse import checkpoint
-from mpcourse.checkpoint import CheckpointCB, load_training_state, read_training_state, save_training_state, write_whole
+from mpcourse.checkpoint import CheckpointCB, load_training_state, read_training_state, save_training_state, atomic_save
 from mpcourse.scaler import StaticScaler
 from mpcourse.learner import MonitorCB
 from test_callback import At, Climber, assert_clean, at_iter, ctrl_c, fit, inf_grad, learner, same, seed_all, tree, whole
@@ -155,7 +155,7 @@ def test_validating_and_lr_find_leave_a_checkpoint_alone(tmp_path):
 def test_validating_inside_a_fit_does_not_disturb_it(tmp_path):
     path, seen = tmp_path/'c.pt', []
     def look(l):
-        if l.lock.locked(): return
+        if l.lock.open_locked(): return
         l.validate(); seen.append(path.exists())
         l.get_preds(); seen.append(path.exists())
     learn = learner('adam', cbs=[CheckpointCB(path, every=1), At('after_epoch', look, order=85)])
@@ -165,7 +165,7 @@ def test_validating_inside_a_fit_does_not_disturb_it(tmp_path):
 
 
 def test_resumed_with_a_model_saver(tmp_path):
-    "Passing over complete epochs must not upset those who watch the epochs; the best loss so far is remembered"
+    "Passing over complete epochs must not upset those who watch the epochs; the best loss so far is callback_state"
     path, best = tmp_path/'c.pt', []
     def make(*cbs, seed=0): return learner('adam', cbs=[SaveModelCallback(), CheckpointCB(path, every=2), *cbs], path=tmp_path, seed=seed)
     def look(l): best.append(l.save_model.best)
@@ -218,7 +218,7 @@ def test_every_loss_of_fastais_leaves_a_file_that_can_be_read(loss, tmp_path):
     path = tmp_path/'run.pt'
     with pytest.raises(KeyboardInterrupt): quiet_fit(classes(path, loss=loss, cbs=[stop('after_batch', 7)]), 2)
     torch.load(path, weights_only=True)
-    assert type(read_training_state(path)['extra']['remembered']['Recorder'][0]['losses'][0]) is torch.Tensor
+    assert type(read_training_state(path)['extra']['callback_state']['Recorder'][0]['losses'][0]) is torch.Tensor
     assert same(whole(quiet_fit(classes(path, loss=loss, seed=3), 2)), whole(quiet_fit(classes(loss=loss), 2)))
 
 
@@ -346,7 +346,7 @@ def test_ctrl_c_in_the_second_fit(tmp_path):
     with pytest.raises(KeyboardInterrupt): script(path, cbs=[At('after_batch', ctrl_c, 90, lambda l: l.training and len(l.mixed_precision_cb.history) == 20)])
     assert {'run.fit2.pt', 'run.pt'} < {*os.listdir(tmp_path)}
     new_life()
-    begins = At('before_fit', lambda l: seen.append('fit'), when=lambda l: not l.lock.locked())
+    begins = At('before_fit', lambda l: seen.append('fit'), when=lambda l: not l.lock.open_locked())
     trains = At('after_pred', lambda l: seen.append(len(l.mixed_precision_cb.history)), when=lambda l: l.training)
     with pytest.warns(UserWarning, match='is skipped'):
         got, last = script(path, seed=3, cbs=[begins, trains])
@@ -598,7 +598,7 @@ def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path):
 @pytest.mark.parametrize('make', [folder_of_none, in_a_file, a_folder])
 def test_a_missing_folder_is_named(make, tmp_path):
     path = make(tmp_path)
-    for write in (lambda: save_training_state(path, *small()), lambda: write_whole(path, {}), lambda: quiet_fit(classes(path), 1)):
+    for write in (lambda: save_training_state(path, *small()), lambda: atomic_save(path, {}), lambda: quiet_fit(classes(path), 1)):
         with pytest.raises(OSError) as e: write()
         assert str(path) in str(e.value) and 'Errno' not in str(e.value) and 'folder' in str(e.value)
 

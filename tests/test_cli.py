@@ -6,7 +6,7 @@ import pytest
 
 from conftest import ROOT
 from mpcourse.cli import main
-from mpcourse.simulator import hard_batches, save_trace
+from mpcourse.simulator import overflow_burst, save_trace
 
 pytestmark = [pytest.mark.library, pytest.mark.filterwarnings('ignore::DeprecationWarning')] # other packages' own
 
@@ -47,7 +47,7 @@ def test_storms(argv, steps, capsys):
 def test_a_finite_factor_and_a_recorded_trace(tmp_path, capsys):
     code, out, _ = out_of(capsys, 'replay', '--storm', '1'*30, '--factor', '2^14', '--policies', 'torch', '--start', '65536')
     assert code == 0 and ['torch', '16', '11', '11', '5'] in [l.split()[:5] for l in out.splitlines()]
-    save_trace(hard_batches(4, 2, 2), tmp_path/'t.json')
+    save_trace(overflow_burst(4, 2, 2), tmp_path/'t.json')
     code, out, _ = out_of(capsys, 'replay', '--storm', str(tmp_path/'t.json'), '--policies', 'torch')
     assert code == 0 and '8 steps, 4 of them bad' in out
 

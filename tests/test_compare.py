@@ -4,7 +4,7 @@ import json, math
 import pytest, torch
 from torch import nn
 
-from mpcourse.compare import (SCHEMES, Training, compare, compare_html, lost_share, plot_shares, summary, toy_training,
+from mpcourse.compare import (SCHEMES, Training, compare_schemes, compare_html, lost_share, plot_shares, summary, toy_training,
                               train_scheme, verdict, verdicts)
 from mpcourse.toys import plain_step, train_toy
 
@@ -23,7 +23,7 @@ def test_every_scheme_trains(name):
 
 
 def test_an_unknown_scheme_is_refused_before_anything_is_trained(tmp_path):
-    for call in (lambda: train_scheme('magic', small(0)), lambda: compare(small, ['BF16', 'magic'], 1, tmp_path/'x')):
+    for call in (lambda: train_scheme('magic', small(0)), lambda: compare_schemes(small, ['BF16', 'magic'], 1, tmp_path/'x')):
         with pytest.raises(ValueError, match="no scheme 'magic': there are FP32"): call()
     assert not (tmp_path/'x').exists()
 
@@ -71,7 +71,7 @@ def test_pairs_have_the_same_weights_and_batches(tmp_path):
         t = small(seed)
         seen.setdefault(seed, []).append((t.model[1].weight.clone(), next(t.batches())[0]))
         return t
-    compare(make, ['FP32 rounded once', 'BF16'], 2)
+    compare_schemes(make, ['FP32 rounded once', 'BF16'], 2)
     for pairs in seen.values(): assert len(pairs) == 3 and all(torch.equal(a, b) for p in pairs for a, b in zip(p, pairs[0]))
     assert not torch.equal(seen[0][0][0], seen[1][0][0])
 
@@ -86,10 +86,10 @@ def test_an_interrupted_comparison_goes_on(tmp_path):
         made.append(seed)
         return small(seed)
     file = tmp_path/'runs'
-    with pytest.raises(KeyboardInterrupt): compare(stop, ['BF16'], 2, file)
-    got = compare(go, ['BF16'], 2, file)
+    with pytest.raises(KeyboardInterrupt): compare_schemes(stop, ['BF16'], 2, file)
+    got = compare_schemes(go, ['BF16'], 2, file)
     assert made == [0, 0, 1, 1] and [(r['scheme'], r['seed']) for r in got] == [('FP32', 0), ('FP32', 1), ('BF16', 0), ('BF16', 1)]
-    assert compare(go, ['BF16'], 2, file) == got == compare(go, ['BF16'], 2) and len(made) == 8
+    assert compare_schemes(go, ['BF16'], 2, file) == got == compare_schemes(go, ['BF16'], 2) and len(made) == 8
     assert len(file.read_text().splitlines()) == 4
 
 
@@ -104,7 +104,7 @@ def test_a_net_that_a_scheme_refuses(tmp_path):
         t.model = Recurrent()
         return t
     file = tmp_path/'runs'
-    got = compare(make, ['E4M3 per tensor'], 1, file)
+    got = compare_schemes(make, ['E4M3 per tensor'], 1, file)
     assert got[1]['refused'].startswith('ValueError: ') and 'in one piece' in got[1]['refused'] and got[1]['score'] is None and json.loads(file.read_text().splitlines()[1]) == got[1]
     assert summary(got)['E4M3 per tensor'] == dict(verdict='refuses', score=None, skipped=None)
 
@@ -115,7 +115,7 @@ def test_an_error_of_the_training_is_no_refusal():
         def loss(pred, y): raise ValueError('mine')
         t.loss_func = loss
         return t
-    with pytest.raises(ValueError, match='mine'): compare(make, ['BF16'], 1)
+    with pytest.raises(ValueError, match='mine'): compare_schemes(make, ['BF16'], 1)
 
 
 @pytest.mark.parametrize('shares, says', [
@@ -137,7 +137,7 @@ def test_a_training_of_ones_own():
         x = torch.randn(64, 4, generator=gen)
         torch.manual_seed(seed)
         return Training(nn.Linear(4, 1), lambda ps: torch.optim.SGD(ps, .1), nn.functional.mse_loss, lambda: [(x, x.sum(1, keepdim=True))]*40)
-    got = summary(compare(make, ['FP16 scale 1', 'BF16 weights'], 6))
+    got = summary(compare_schemes(make, ['FP16 scale 1', 'BF16 weights'], 6))
     assert got['FP32']['score'] < .1 and got['FP16 scale 1']['verdict'] != 'fails 6/6'
 
 
@@ -150,9 +150,9 @@ def test_a_score_is_of_a_model_in_evaluation_mode():
 
 def test_a_broken_line_of_a_store_is_named(tmp_path):
     file = tmp_path/'runs'
-    compare(small, ['BF16'], 1, file)
+    compare_schemes(small, ['BF16'], 1, file)
     file.write_text(file.read_text()[:-9])
-    with pytest.raises(ValueError, match='broken line'): compare(small, ['BF16'], 1, file)
+    with pytest.raises(ValueError, match='broken line'): compare_schemes(small, ['BF16'], 1, file)
 
 
 # --- pictures ---

@@ -11,7 +11,7 @@ from mpcourse.callback import Learner, quiet_fit, tensor_dls
 from mpcourse.checkpoint import CheckpointCB, choose_common_step, read_training_state, save_training_state
 from mpcourse.distributed import gather_frames, run_ranks, running_mean_hook, stochastic_hook
 from mpcourse.dynamic import DynamicScaler
-from mpcourse.fp8 import Cast, Recipe, reduce_amax, simulate_fp8
+from mpcourse.fp8 import CastConfig, Recipe, reduce_amax, simulate_fp8
 from mpcourse.gradscaler import GradScaler
 from mpcourse.monitor import TensorCollector
 from mpcourse.policies import get_policy
@@ -40,7 +40,7 @@ def weights(model): return nn.utils.parameters_to_vector(model.parameters()).det
 def in_groups(size):
     "An infinity on rank 3 alone; no DDP, so each rank's gradients are its own"
     model, group = net(), dist.new_subgroups(size)[0]
-    step, opt = MixedStep(DynamicScaler(hold=False), group=group), torch.optim.SGD(model.parameters(), lr=.1)
+    step, opt = MixedStep(DynamicScaler(skip_nonfinite_loss=False), group=group), torch.optim.SGD(model.parameters(), lr=.1)
     skipped = []
     for i in range(4):
         x, y = batch(i, dist.get_rank())
@@ -159,7 +159,7 @@ def test_frames_are_gathered_in_a_group(): assert run_ranks(gathered, 4) == [[0,
 
 
 def largest():
-    eight = simulate_fp8(nn.Linear(4, 4), Recipe(Cast(), Cast(), Cast('e5m2'), history=1))
+    eight = simulate_fp8(nn.Linear(4, 4), Recipe(CastConfig(), CastConfig(), CastConfig('e5m2'), history=1))
     ddp = DDP(eight, process_group=dist.new_subgroups(2)[0])
     ddp(torch.full((1, 4), 2.**dist.get_rank())).sum().backward()
     reduce_amax(ddp)
@@ -200,7 +200,7 @@ def uneven(way):
     "Rank 1 has six batches, rank 0 four; how many steps did the model take?"
     model, n = net(), 4 + 2*dist.get_rank()
     group = dist.new_subgroups(1)[0] if way == 'no sum' else None
-    scaler, ddp = GradScaler(hold=False, group=group), DDP(model)
+    scaler, ddp = GradScaler(skip_nonfinite_loss=False, group=group), DDP(model)
     opt, steps = torch.optim.SGD(model.parameters(), lr=.1), 0
     try:
         with ddp.join(throw_on_early_termination=way == 'all end'):
@@ -228,7 +228,7 @@ def equal_gradients():
     told = []
     for size in (1, 2):
         model = net()
-        scaler, ddp = GradScaler(hold=False, group=dist.new_subgroups(size)[0]), DDP(model)
+        scaler, ddp = GradScaler(skip_nonfinite_loss=False, group=dist.new_subgroups(size)[0]), DDP(model)
         opt = torch.optim.Adam(model.parameters())
         for i in range(6):
             x, y = batch(i, dist.get_rank())

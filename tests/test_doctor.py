@@ -29,7 +29,7 @@ def test_doctor_reports_a_broken_package(tmp_path):
 
 
 @pytest.mark.parametrize('report, words', [
-    (HERE, 'fast_half'), (replace(HERE, bf16_speed=3.), 'torch.autocast'), (replace(GPU, fp16_speed=8., bf16_speed=8.), 'start with it'),
+    (HERE, 'fp32_accumulate'), (replace(HERE, bf16_speed=3.), 'torch.autocast'), (replace(GPU, fp16_speed=8., bf16_speed=8.), 'start with it'),
     (replace(GPU, fp16_speed=8., bf16_speed=.3), 'FP16 with a loss scaler'), (GPU, 'train in FP32 unless memory is short'),
     (replace(HERE, torchvision='RuntimeError: nms'), '`from fastai.vision.all import *` cannot work: install the build that matches torch 2.13')])
 def test_advice(report, words): assert any(words in s for s in M.recommend(report)) and all(s.endswith('.') for s in M.recommend(report))

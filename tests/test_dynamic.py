@@ -77,7 +77,7 @@ def test_an_overflow_starts_the_count_anew_unless_asked_otherwise():
 
 @kinds
 def test_storm_and_calm_stay_within_the_bounds(kind):
-    sc = DynamicScaler(growth_interval=1, hold=False, min_scale=8., max_scale=2.**20, **kind)
+    sc = DynamicScaler(growth_interval=1, skip_nonfinite_loss=False, min_scale=8., max_scale=2.**20, **kind)
     assert min(s for s, _ in feed(sc, [NAN]*60)) == 8 and max(s for s, _ in feed(sc, [0.]*60)) == 2.**20
 
 
@@ -89,7 +89,7 @@ def test_bad_losses_move_nothing(kind):
     for _ in range(5): sc.update(saw(1., 0.))
     after = dict(sc.named_buffers())
     assert all(same_bits(before[n], after[n]) for n in before if n != 'held') and after['held'] == 5
-    loose = DynamicScaler(hold=False, **kind)
+    loose = DynamicScaler(skip_nonfinite_loss=False, **kind)
     for _ in range(3): loose.update(saw(1., 0.))
     assert loose.scale < 2.**16
 
@@ -182,7 +182,7 @@ def test_torchs_checkpoint_goes_on():
 def test_megatrons_checkpoint_goes_on():
     state = dict(scale=torch.tensor([2.**20]), growth_tracker=3, hysteresis_tracker=-1)
     ours = from_megatron(state, growth_interval=5)
-    assert not ours.hold and octaves(ours, '1') == [19] and octaves(from_megatron(state, growth_interval=5), '00') == [20, 21]
+    assert not ours.skip_nonfinite_loss and octaves(ours, '1') == [19] and octaves(from_megatron(state, growth_interval=5), '00') == [20, 21]
     for key in state:
         with pytest.raises(ValueError, match=key): from_megatron({k: v for k, v in state.items() if k != key})
 

@@ -1,4 +1,4 @@
-"""fast_half and emulate, op by op: against PyTorch's own half, against float64, and against written-out references."""
+"""fp32_accumulate and emulate, op by op: against PyTorch's own half, against float64, and against written-out references."""
 import copy, io, pickle, threading, warnings
 from functools import partial
 from pathlib import Path
@@ -9,8 +9,8 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack as modes
 from torch.utils.checkpoint import checkpoint
 
-from mpcourse.emulate import OP_KINDS, chunked_matmul, emulate, exact, exact_loss, is_product, op_kind
-from mpcourse.tensorcore import fast_half, is_composite
+from mpcourse.emulate import OP_KINDS, chunked_matmul, emulate_format, no_emulation, exact_loss, is_product, op_kind
+from mpcourse.tensorcore import fp32_accumulate, is_composite
 from mpcourse.formats import fp16, get_format, same_bits
 from mpcourse.rounding import quantize
 
@@ -48,7 +48,7 @@ class Spy(TorchDispatchMode):
         return [f for f, dtypes in self.calls if dtypes[:1] == [H] and sums(f)]
 
 
-# ---------------------------------------------------------------- fast_half: elementwise and everything that is no product
+# ---------------------------------------------------------------- fp32_accumulate: elementwise and everything that is no product
 UNARY = '''abs neg exp expm1 log log2 log1p sqrt rsqrt sin cos tan tanh sigmoid relu erf floor ceil round trunc
     reciprocal square sign isnan isfinite signbit nan_to_num logical_not'''.split()
 FUNCS = {n: getattr(torch, n) for n in UNARY} | dict(
@@ -69,13 +69,13 @@ SINGLE = [n for n in SINGLE if n not in ('isfinite', 'square')]                 
 
 @each('name', FUNCS)
 def test_elementwise_ops_are_pytorchs_own(name):
-    with fast_half(): got = FUNCS[name](all_halves())
+    with fp32_accumulate(): got = FUNCS[name](all_halves())
     assert same_bits(got, FUNCS[name](all_halves()))
 
 
 @each('name', SINGLE)
 def test_saturating_elementwise_ops_are_pytorchs_own_clipped(name):
-    with fast_half('saturate'): got = FUNCS[name](all_halves())
+    with fp32_accumulate('saturate'): got = FUNCS[name](all_halves())
     want = FUNCS[name](all_halves())
     assert same_bits(got, want.clamp(-65504, 65504) if want.dtype is H else want)
 
@@ -102,7 +102,7 @@ REDUCING = dict(
 @each('name', REDUCING)
 def test_other_ops_and_their_backward_are_pytorchs_own(name):
     f, res = REDUCING[name], []
-    for ctx in (torch.enable_grad, fast_half):
+    for ctx in (torch.enable_grad, fp32_accumulate):
         x = rand(2, 4, 6, 6).requires_grad_()
         with ctx():
             y = f(x)
@@ -113,7 +113,7 @@ def test_other_ops_and_their_backward_are_pytorchs_own(name):
 
 def test_dropout_draws_the_same():
     x, res = rand(50, 50), []
-    for ctx in (torch.enable_grad, fast_half):
+    for ctx in (torch.enable_grad, fp32_accumulate):
         torch.manual_seed(3)
         with ctx(): res.append(F.dropout(x, .3))
     assert same_bits(*res)
@@ -122,17 +122,17 @@ def test_dropout_draws_the_same():
 @each('dtype', [torch.float32, torch.float64])
 def test_other_dtypes_pass_untouched(dtype):
     a, b = rand(16, 16, dtype=dtype), rand(16, 16, seed=1, dtype=dtype)
-    with fast_half(): y, z = a @ b, F.conv1d(a[None], b[:, :, None])
+    with fp32_accumulate(): y, z = a @ b, F.conv1d(a[None], b[:, :, None])
     assert same_bits(y, a @ b) and same_bits(z, F.conv1d(a[None], b[:, :, None]))
 
 
 def test_integers_pass_untouched():
     a = torch.arange(16).view(4, 4)
-    with fast_half(): y, k = a @ a, (a > 3).sum()
+    with fp32_accumulate(): y, k = a @ a, (a > 3).sum()
     assert torch.equal(y, a @ a) and k == 12 and y.dtype == torch.int64
 
 
-# ---------------------------------------------------------------- fast_half: products
+# ---------------------------------------------------------------- fp32_accumulate: products
 def case(f, *shapes, k): return f, shapes, k
 LINEAR = dict(
     mm=case(torch.mm, (7, 40), (40, 5), k=40), matmul=case(torch.matmul, (3, 7, 40), (40, 5), k=40),
@@ -174,7 +174,7 @@ def test_products_forward_and_backward_within_the_bound(name):
     f, shapes, k = LINEAR[name]
     xs = [rand(*s, seed=i) for i, s in enumerate(shapes)]
     up = lambda shape: rand(*shape, seed=99)
-    with Spy() as spy: got = run(f, xs, up, fast_half)
+    with Spy() as spy: got = run(f, xs, up, fp32_accumulate)
     true = run(f, [x.double() for x in xs], lambda s: up(s).double())
     size = run(f, [x.double().abs() for x in xs], lambda s: up(s).double().abs())
     assert not spy.half_products
@@ -188,7 +188,7 @@ def test_products_forward_and_backward_within_the_bound(name):
 def test_products_are_fp32_rounded_once(name):
     f, shapes, _ = LINEAR[name]
     xs = [rand(*s, seed=i) for i, s in enumerate(shapes)]
-    with fast_half(): got = f(*xs)
+    with fp32_accumulate(): got = f(*xs)
     assert same_bits(got, f(*[x.float() for x in xs]).half())
 
 
@@ -201,7 +201,7 @@ def test_bf16_products_are_fp32_rounded_once(name):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append((func, [a.dtype for a in args if isinstance(a, torch.Tensor)][:1]))
             return func(*args, **(kwargs or {}))
-    with Narrow(): got = run(f, xs, lambda s: rand(*s, seed=99, dtype=torch.bfloat16), fast_half)
+    with Narrow(): got = run(f, xs, lambda s: rand(*s, seed=99, dtype=torch.bfloat16), fp32_accumulate)
     assert same_bits(got[0], f(*[x.float() for x in xs]).bfloat16()) and all(g.dtype is torch.bfloat16 for g in got)
     assert not [func for func, dtypes in seen if dtypes == [torch.bfloat16] and func._overloadpacket.__name__.rstrip('_') in SUMS]
 
@@ -209,21 +209,21 @@ def test_bf16_products_are_fp32_rounded_once(name):
 def test_bf16_attention_and_writing():
     q, bf = rand(2, 2, 5, 8), torch.bfloat16
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with fast_half(): out, lse = op(*[q.to(bf)]*3)
+    with fp32_accumulate(): out, lse = op(*[q.to(bf)]*3)
     want, stat = op(*[q.to(bf).float()]*3)
     assert same_bits(out, want.to(bf)) and same_bits(lse, stat)
     a, o, e = rand(6, 6, dtype=bf), torch.zeros(6, 6, dtype=bf), torch.empty(0, dtype=bf)
-    with fast_half():
+    with fp32_accumulate():
         assert torch.mm(a, a, out=o) is o and torch.mm(a, a, out=e) is e
         assert a.clone().addmm_(a, a).dtype is bf
         with pytest.raises(RuntimeError): a @ a.half()
     assert same_bits(o, (a.float() @ a.float()).to(bf)) and same_bits(o, e)
-    with fast_half('saturate'): assert (torch.full((2, 2), 1e6, dtype=bf) @ torch.ones(2, 2, dtype=bf)).max() > 1e6
+    with fp32_accumulate('saturate'): assert (torch.full((2, 2), 1e6, dtype=bf) @ torch.ones(2, 2, dtype=bf)).max() > 1e6
 
 
 def test_the_bound_would_catch_a_half_accumulator():
     x = rand(1, 4096).abs()
-    with fast_half(): good = x @ x.T
+    with fp32_accumulate(): good = x @ x.T
     narrow = chunked_matmul(x.float(), x.T.float(), lambda t: t.half().float(), 1)
     true = x.double() @ x.T.double()
     bound = fp16.spacing(true)/2 + 4096*2.**-24*true
@@ -236,20 +236,20 @@ def test_the_bound_would_catch_a_half_accumulator():
 def test_mm_any_shape_and_layout(n, k, m, seed, t, scale):
     a, b = rand(n, k, seed=seed, scale=scale), rand(k, m, seed=seed + 1)
     if t: a, b = a.T.contiguous().T, b.T.contiguous().T
-    with fast_half(): y = a @ b
+    with fp32_accumulate(): y = a @ b
     assert same_bits(y, (a.float() @ b.float()).half()) and y.stride() == (a @ b).stride()
 
 
 def test_overflow_underflow_and_specials_of_products():
     a = torch.tensor([[300., 2.**-14, INF, NAN, -300.]]).half()
     b = torch.tensor([[300.], [2.**-14], [1.], [1.], [300.]]).half()
-    with fast_half(): y = [(a[:, i:i+1] @ b[i:i+1]).item() for i in range(5)]
+    with fp32_accumulate(): y = [(a[:, i:i+1] @ b[i:i+1]).item() for i in range(5)]
     assert y[:3] == [INF, 0., INF] and y[3] != y[3] and y[4] == -INF
-    with fast_half('saturate'): y = [(a[:, i:i+1] @ b[i:i+1]).item() for i in range(5)]
+    with fp32_accumulate('saturate'): y = [(a[:, i:i+1] @ b[i:i+1]).item() for i in range(5)]
     assert y[:3] == [65504., 0., 65504.] and y[3] != y[3] and y[4] == -65504
 
 
-# ---------------------------------------------------------------- fast_half: out=, in place, mixed dtypes
+# ---------------------------------------------------------------- fp32_accumulate: out=, in place, mixed dtypes
 A, B = rand(6, 6), rand(6, 6, seed=1)
 WRITING = dict(
     mm_out=lambda o: torch.mm(A, B, out=o), matmul_out=lambda o: torch.matmul(A, B, out=o),
@@ -263,7 +263,7 @@ WRITING = dict(
 def test_written_arguments(name):
     f, want, got = WRITING[name], rand(6, 6, seed=7), rand(6, 6, seed=7)
     rw = f(want)
-    with Spy() as spy, fast_half(): rg = f(got)
+    with Spy() as spy, fp32_accumulate(): rg = f(got)
     assert not spy.half_products
     for g, w in ((got, want), (rg, rw)): assert torch.allclose(g.float(), w.float(), rtol=2**-9, atol=2**-8)
     assert rg.shape == rw.shape and rg.stride() == rw.stride()
@@ -272,9 +272,9 @@ def test_written_arguments(name):
 
 def test_out_is_returned_and_resized():
     o = torch.empty(0, dtype=H)
-    with fast_half(): r = torch.mm(A, B, out=o)
+    with fp32_accumulate(): r = torch.mm(A, B, out=o)
     assert r is o and same_bits(o, (A.float() @ B.float()).half())
-    with fast_half(), warnings.catch_warnings(record=True) as w:
+    with fp32_accumulate(), warnings.catch_warnings(record=True) as w:
         warnings.simplefilter('always')
         torch.mm(A, B, out=torch.ones(3, dtype=H))
     assert any('resized' in str(x.message) for x in w)   # as PyTorch itself complains
@@ -283,7 +283,7 @@ def test_out_is_returned_and_resized():
 def test_in_place_bumps_the_version_once_like_native():
     a, b = A.clone(), A.clone()
     a.addmm_(A, B)
-    with fast_half(): b.addmm_(A, B)
+    with fp32_accumulate(): b.addmm_(A, B)
     assert a._version == b._version
 
 
@@ -306,12 +306,12 @@ MIXED = dict(
 def test_what_raises_in_pytorch_raises_alike(name, overflow):
     with pytest.raises(Exception) as native: MIXED[name]()
     with pytest.raises(type(native.value)) as inside:
-        with fast_half(overflow): MIXED[name]()
+        with fp32_accumulate(overflow): MIXED[name]()
     assert str(inside.value).split('\nException raised')[0] == str(native.value).split('\nException raised')[0]
     assert modes() == []
 
 
-# ---------------------------------------------------------------- fast_half: layers
+# ---------------------------------------------------------------- fp32_accumulate: layers
 def attention(q, **kw): return F.scaled_dot_product_attention(q, q.flip(-1), 2*q, **kw)
 LAYERS = dict(
     rnn=lambda: (nn.RNN(6, 5, 2, batch_first=True), rand(2, 4, 6)),
@@ -357,7 +357,7 @@ def test_no_product_of_a_layer_runs_in_native_half(name, how):
             'autocast') else [y.detach()]
     try: native = once()
     except RuntimeError: pytest.skip('PyTorch itself cannot')
-    with Spy() as spy, fast_half(): got = once()
+    with Spy() as spy, fp32_accumulate(): got = once()
     assert not spy.half_products
     for a, b in zip(got, native):
         if a is None: assert b is None; continue
@@ -367,13 +367,13 @@ def test_no_product_of_a_layer_runs_in_native_half(name, how):
 
 def test_attention_gradients_and_statistics():
     q, k, v = (rand(2, 2, 5, 8, seed=s) for s in range(3))
-    with Spy() as spy: got = run(F.scaled_dot_product_attention, (q, k, v), lambda s: rand(*s, seed=9), fast_half)
+    with Spy() as spy: got = run(F.scaled_dot_product_attention, (q, k, v), lambda s: rand(*s, seed=9), fp32_accumulate)
     true = run(F.scaled_dot_product_attention, (q.double(), k.double(), v.double()),
         lambda s: rand(*s, seed=9).double())
     assert not spy.half_products
     for a, b in zip(got, true): assert a.dtype is H and (a.double() - b).abs().max() < 2e-3
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with fast_half(): out, lse = op(q, k, v)
+    with fp32_accumulate(): out, lse = op(q, k, v)
     assert (out.dtype, lse.dtype) == tuple(t.dtype for t in op(q, k, v)) == (H, torch.float32)
 
 
@@ -383,7 +383,7 @@ def test_fused_rnn_op_in_half():
         rand(1, 2, 5, seed=5), rand(1, 2, 5, seed=6)]
     try: want = call(*[x.float() for x in xs])
     except RuntimeError: pytest.skip('this torch has no oneDNN')
-    with fast_half(): got = call(*xs)
+    with fp32_accumulate(): got = call(*xs)
     for g, w in zip(got[:3], want): assert same_bits(g, w.half())
 
 
@@ -399,11 +399,11 @@ def test_autocast_and_gradscaler_train_below():
             losses.append(loss.item())
         return losses
     native = train()
-    with Spy() as spy, fast_half(): got = train()
+    with Spy() as spy, fp32_accumulate(): got = train()
     assert not spy.half_products and torch.allclose(torch.tensor(got), torch.tensor(native), atol=2e-3)
 
 
-# ---------------------------------------------------------------- fast_half: saturation
+# ---------------------------------------------------------------- fp32_accumulate: saturation
 CLIPPED = dict(
     mul=lambda x: x*300, neg=lambda x: x*-300, exp=torch.exp, sum=lambda x: x.sum(), cast=lambda x: (x.float()*1e6),
     square=torch.square, cumsum=lambda x: x.cumsum(0), add=lambda x: x + x, div=lambda x: x/1e-4,
@@ -416,7 +416,7 @@ def test_saturating_ops_against_brute_force(name):
     x = torch.tensor([0., -0., 1., 300., -300., 60000., -65504., INF, -INF, NAN]).half()
     f = CLIPPED[name]
     want = f(x).half().clamp(-65504, 65504) if name != 'split' else f(x).clamp(-65504, 65504)
-    with fast_half('saturate'): got = f(x).half()
+    with fp32_accumulate('saturate'): got = f(x).half()
     assert same_bits(got, want)
     assert x[7] == INF   # the input itself is nobody's result
 
@@ -430,7 +430,7 @@ def test_saturating_what_is_written(f):
     brute, got = (rand(4, 4, scale=300.) for _ in range(2))
     f(brute)
     brute.clamp_(-65504, 65504)
-    with fast_half('saturate'): r = f(got)
+    with fp32_accumulate('saturate'): r = f(got)
     assert torch.allclose(got.float(), brute.float(), rtol=2**-9, equal_nan=True) and not got.isinf().any()
     assert not isinstance(r, torch.Tensor) or not r.isinf().any()
 
@@ -438,7 +438,7 @@ def test_saturating_what_is_written(f):
 def test_saturating_backward():
     x = torch.tensor([1., 2.]).half().requires_grad_()
     w = rand(2, 2).requires_grad_()
-    with fast_half('saturate'):
+    with fp32_accumulate('saturate'):
         y = x*200
         (y @ w).backward(torch.full((2,), 5e4, dtype=H))
     assert x.grad.isfinite().all() and w.grad.isfinite().all()
@@ -448,7 +448,7 @@ def test_saturating_backward():
 
 def test_saturating_sum_of_gradients():
     x = torch.ones(3, dtype=H, requires_grad=True)
-    with fast_half('saturate'):
+    with fp32_accumulate('saturate'):
         (x*1 + x*1).backward(torch.full((3,), 6e4, dtype=H))        # autograd adds 6e4 + 6e4
         assert (x.grad == 65504).all()
         (x*1).backward(torch.full((3,), 6e4, dtype=H))              # and so does the accumulation
@@ -457,14 +457,14 @@ def test_saturating_sum_of_gradients():
 
 def test_saturating_leaves_views_and_other_dtypes_alone():
     x = torch.full((2, 2), INF, dtype=H)
-    with fast_half('saturate'):
+    with fp32_accumulate('saturate'):
         v = x.view(4), x.T, x[0], x.detach(), x.expand(3, 2, 2), x.split(1)[0], x.unbind()[0]
         f, i = torch.tensor([1e6]).exp(), torch.tensor([70000])*2
     assert all(t.isinf().all() for t in v) and x.isinf().all() and f.isinf() and i == 140000
 
 
 def test_saturating_lets_odd_tensors_through():
-    with fast_half('saturate'):
+    with fp32_accumulate('saturate'):
         y = rand(4, 4).to_sparse()*2
         z = torch._efficientzerotensor((2,), dtype=H)
     assert y.is_sparse and z._is_zerotensor()
@@ -472,7 +472,7 @@ def test_saturating_lets_odd_tensors_through():
 
 def test_saturating_a_masked_softmax_stays_a_softmax():
     s = rand(4, 4)
-    with fast_half('saturate'): p = s.masked_fill(torch.ones(4, 4).triu(1).bool(), -INF).softmax(-1)
+    with fp32_accumulate('saturate'): p = s.masked_fill(torch.ones(4, 4).triu(1).bool(), -INF).softmax(-1)
     assert same_bits(p, s.masked_fill(torch.ones(4, 4).triu(1).bool(), -INF).softmax(-1))
 
 
@@ -488,13 +488,13 @@ def test_saturating_chains(ops, seed):
             t, z = y.sum().clamp(-65504, 65504), (0*y).clamp(-65504, 65504)
             y = (t + z).clamp(-65504, 65504)
         else: y = fs[o](y).clamp(-65504, 65504)
-    with fast_half('saturate'):
+    with fp32_accumulate('saturate'):
         for o in ops: x = fs[o](x)
     assert same_bits(x, y)
 
 
 # ---------------------------------------------------------------- both: contexts
-CONTEXTS = [fast_half, partial(fast_half, 'saturate'), partial(emulate, 'e5m2'), exact]
+CONTEXTS = [fp32_accumulate, partial(fp32_accumulate, 'saturate'), partial(emulate_format, 'e5m2'), no_emulation]
 
 
 @each('ctx', CONTEXTS)
@@ -506,7 +506,7 @@ def test_nothing_stays_after_an_exception(ctx):
     with m:
         with pytest.raises(RuntimeError): torch.ones(2, 3) @ torch.ones(2, 3)
         y = torch.tensor([1.1])*1                 # after an op that raised the mode still does its work
-    assert same_bits(y, quantize(torch.tensor([1.1]), 'e5m2') if isinstance(m, emulate) else torch.tensor([1.1]))
+    assert same_bits(y, quantize(torch.tensor([1.1]), 'e5m2') if isinstance(m, emulate_format) else torch.tensor([1.1]))
     class Bad(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x): return x.clone()
@@ -546,7 +546,7 @@ def test_decorator_recursive_and_in_threads(ctx):
 def test_a_mode_belongs_to_its_thread():
     seen = {}
     def other(): seen['y'], seen['modes'] = torch.tensor([1.1])*1, len(modes())
-    with emulate('e4m3'):
+    with emulate_format('e4m3'):
         t = threading.Thread(target=other); t.start(); t.join()
         here = torch.tensor([1.1])*1
     assert same_bits(seen['y'], torch.tensor([1.1])) and seen['modes'] == 0 and here == 1.125
@@ -564,8 +564,8 @@ def test_models_are_copied_and_pickled_inside(ctx):
 
 
 @each('reentrant', [True, False])
-@pytest.mark.parametrize('ctx,dtype', [(fast_half, H), (partial(fast_half, 'saturate'), H),
-    (partial(emulate, 'e5m2'), torch.float32), (partial(emulate, 'e4m3', inplace=True), torch.float32)])
+@pytest.mark.parametrize('ctx,dtype', [(fp32_accumulate, H), (partial(fp32_accumulate, 'saturate'), H),
+    (partial(emulate_format, 'e5m2'), torch.float32), (partial(emulate_format, 'e4m3', inplace=True), torch.float32)])
 def test_checkpointing_changes_nothing(ctx, dtype, reentrant):
     torch.manual_seed(0)
     m = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.GELU()).to(dtype)
@@ -584,7 +584,7 @@ def test_checkpointing_changes_nothing(ctx, dtype, reentrant):
 
 def test_double_backward():
     x = rand(4, 4).requires_grad_()
-    with Spy() as spy, fast_half():
+    with Spy() as spy, fp32_accumulate():
         g, = torch.autograd.grad((x @ x).square().sum(), x, create_graph=True)
         g.square().sum().backward()
     assert x.grad.dtype is H and not spy.half_products
@@ -592,13 +592,13 @@ def test_double_backward():
 
 def test_what_is_not_on_a_cpu_passes_untouched():
     a = torch.empty(3, 4, dtype=H, device='meta')
-    with Spy() as spy, fast_half(): y = a @ a.T
+    with Spy() as spy, fp32_accumulate(): y = a @ a.T
     assert y.dtype is H and y.device.type == 'meta' and len(spy.half_products) == 1
 
 
 def test_fake_tensors_pass():
     from torch._subclasses.fake_tensor import FakeTensorMode
-    with FakeTensorMode(), fast_half(): y = torch.empty(3, 4, dtype=H) @ torch.empty(4, 5, dtype=H)
+    with FakeTensorMode(), fp32_accumulate(): y = torch.empty(3, 4, dtype=H) @ torch.empty(4, 5, dtype=H)
     assert y.dtype is H and y.shape == (3, 5)
 
 
@@ -606,13 +606,13 @@ def test_fake_tensors_pass():
 def test_on_a_gpu():
     a, b = rand(64, 64).cuda().requires_grad_(), rand(64, 64, seed=1).cuda()
     (a @ b).sum().backward(); want, a.grad = a.grad, None
-    with Spy() as spy, fast_half(): (a @ b).sum().backward()
+    with Spy() as spy, fp32_accumulate(): (a @ b).sum().backward()
     assert same_bits(a.grad, want) and len(spy.half_products) == 2
     a.grad = None
-    with fast_half('saturate'): (a*200 @ b).backward(torch.full((64, 64), 5e4, dtype=H,
+    with fp32_accumulate('saturate'): (a*200 @ b).backward(torch.full((64, 64), 5e4, dtype=H,
         device='cuda'))   # autograd's own thread
     assert a.grad.isfinite().all() and (a.grad.abs() == 65504).any()
-    with emulate('e4m3') as m:
+    with emulate_format('e4m3') as m:
         w = b.float().requires_grad_()
         (w @ w).sum().backward()
     assert same_bits(w.grad, m.round(w.grad))
@@ -638,7 +638,7 @@ def numbers(fmt): return dict(overflow='saturate', fmt=fmt)
 @each('name', RESULTS)
 def test_results_are_rounded_once(name, fmt):
     f = RESULTS[name]
-    with emulate(fmt): got = f()
+    with emulate_format(fmt): got = f()
     want = quantize(f(), fmt)
     if name in ('norm', 'var', 'pool'): assert same_bits(got, quantize(got, fmt)) and torch.allclose(got, want,
         rtol=.3)   # several ops in some versions
@@ -656,9 +656,9 @@ def test_every_option_of_quantize(fmt, opts):
     f = get_format(fmt)
     if not f.has_nan: x = x[~x.isnan()]
     if (opts.get('overflow') == 'inf' and not f.has_inf) or (opts.get('overflow') == 'nan' and not f.has_nan):
-        with pytest.raises(ValueError, match='overflow'): emulate(fmt, **opts)
+        with pytest.raises(ValueError, match='overflow'): emulate_format(fmt, **opts)
         return
-    with emulate(fmt, **opts): y = x*1
+    with emulate_format(fmt, **opts): y = x*1
     assert same_bits(y, quantize(x, fmt, **opts))
 
 
@@ -688,32 +688,32 @@ def test_what_is_not_rounded(kind, i):
     f = KEPT[kind][i]
     torch.manual_seed(0); want = f()
     torch.manual_seed(0)
-    with emulate('e3m2'): got = f()
+    with emulate_format('e3m2'): got = f()
     assert same_bits(got, want)
 
 
 def test_other_dtypes_are_not_rounded():
     for dtype in (torch.float64, torch.bfloat16, H):
         x = rand(5, 5, dtype=dtype)
-        with emulate('e4m3'): y, z = x*1.1, x @ x
+        with emulate_format('e4m3'): y, z = x*1.1, x @ x
         assert same_bits(y, x*1.1) and same_bits(z, x @ x)
-    with emulate('e4m3'), torch.autocast('cpu', dtype=torch.bfloat16): y = X @ X.T
+    with emulate_format('e4m3'), torch.autocast('cpu', dtype=torch.bfloat16): y = X @ X.T
     with torch.autocast('cpu', dtype=torch.bfloat16): assert same_bits(y,
         X @ X.T)     # autocast's dtype is its own rounding
 
 
 def test_inplace_option():
-    with emulate('e4m3', inplace=True): y = X.clone().mul_(.3)
+    with emulate_format('e4m3', inplace=True): y = X.clone().mul_(.3)
     assert same_bits(y, quantize(X*.3, 'e4m3'))
-    with emulate('e4m3', inplace=True): z = torch.zeros(4, 4).addmm_(X, Y.T)
+    with emulate_format('e4m3', inplace=True): z = torch.zeros(4, 4).addmm_(X, Y.T)
     assert same_bits(z, quantize(quantize(X, 'e4m3') @ quantize(Y, 'e4m3').T, 'e4m3'))
-    with emulate('e4m3'): z = torch.zeros(4, 4).addmm_(X, Y.T)
+    with emulate_format('e4m3'): z = torch.zeros(4, 4).addmm_(X, Y.T)
     assert same_bits(z, quantize(X, 'e4m3') @ quantize(Y, 'e4m3').T)
 
 
 def test_gradients_are_summed_on_the_grid():
     x = torch.ones(1, requires_grad=True)
-    with emulate('e4m3'):
+    with emulate_format('e4m3'):
         (x*1.125 + x*17).backward()                     # autograd's own sum: 18.125, between 18 and 20
         assert x.grad.item() == 18
         (x*1.125).backward()                            # the accumulation: 19.125
@@ -740,7 +740,7 @@ def test_a_net_against_a_reference_written_out(fmt, inputs):
     g_pre = q(torch.ops.aten.tanh_backward(g_hid, hid))
     g_w1, g_b1, g_x = q(qi(g_pre).T @ qi(X)), q(g_pre.sum(0)), q(qi(g_pre) @ qi(w1))
     ps = [t.clone().requires_grad_() for t in (X, w1, b1, w2)]
-    with emulate(fmt, inputs=inputs):
+    with emulate_format(fmt, inputs=inputs):
         y = F.linear(F.linear(ps[0], ps[1], ps[2]).tanh(), ps[3])
         z = y*y
         z.sum().backward()
@@ -754,7 +754,7 @@ def test_a_convolution_against_a_reference_written_out():
         dtype=torch.float32)
     g = q(rand(2, 4, 4, 4, seed=3, dtype=torch.float32))
     ps = [t.clone().requires_grad_() for t in (x, w, b)]
-    with emulate('e4m3'):
+    with emulate_format('e4m3'):
         y = F.conv2d(*ps)
         y.backward(g)
     assert same_bits(y.detach(), q(F.conv2d(q(x), q(w), q(b))))
@@ -766,12 +766,12 @@ def test_a_convolution_against_a_reference_written_out():
 def test_emulated_fp16_is_native_half_where_both_round_once():
     x = rand(5, 7)
     for f in (torch.exp, torch.tanh, lambda t: t*t, lambda t: t.sum(0), lambda t: t/3, lambda t: t.softmax(0)):
-        with emulate('fp16', overflow='inf'): y = f(x.float())
+        with emulate_format('fp16', overflow='inf'): y = f(x.float())
         assert (y.half() - f(x)).abs().max() <= fp16.spacing(y.abs().max().item()) and torch.allclose(y, f(x).float(),
             rtol=2**-10)
     a, b = rand(9, 33), rand(33, 9, seed=1)
-    with emulate('fp16', overflow='inf'): y = a.float() @ b.float()
-    with fast_half(): assert same_bits(y.half(), a @ b)
+    with emulate_format('fp16', overflow='inf'): y = a.float() @ b.float()
+    with fp32_accumulate(): assert same_bits(y.half(), a @ b)
 
 
 def test_attention_against_a_reference_written_out():
@@ -780,20 +780,20 @@ def test_attention_against_a_reference_written_out():
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = op(*map(q, xs))
     want = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(g, *map(q, xs), q(out), lse, 0., False)
-    with emulate(fmt): got, stat = op(*xs)
+    with emulate_format(fmt): got, stat = op(*xs)
     assert same_bits(got, q(out)) and same_bits(stat, lse) and not same_bits(lse, q(lse))
     ps = [x.clone().requires_grad_() for x in xs]
-    with emulate(fmt): F.scaled_dot_product_attention(*ps).backward(g)
+    with emulate_format(fmt): F.scaled_dot_product_attention(*ps).backward(g)
     for p, w in zip(ps, want): assert same_bits(p.grad, q(w))
 
 
 def test_norm_statistics_stay_fp32_and_their_results_do_not():
     bn, ln = nn.BatchNorm1d(6), nn.LayerNorm(6)
-    with emulate('e4m3') as m: y, z = bn(X), ln(X)
+    with emulate_format('e4m3') as m: y, z = bn(X), ln(X)
     assert same_bits(y.detach(), m.round(y)) and same_bits(z.detach(), m.round(z))
     other = nn.BatchNorm1d(6); other(X)
     assert same_bits(bn.running_mean, other.running_mean) and same_bits(bn.running_var, other.running_var)
-    with emulate('e4m3'): out, mean, rstd = torch.ops.aten.native_layer_norm(X, [6], None, None, 1e-5)
+    with emulate_format('e4m3'): out, mean, rstd = torch.ops.aten.native_layer_norm(X, [6], None, None, 1e-5)
     want = torch.ops.aten.native_layer_norm(X, [6], None, None, 1e-5)
     assert same_bits(mean, want[1]) and same_bits(rstd, want[2]) and same_bits(out, quantize(want[0], 'e4m3'))
 
@@ -807,7 +807,7 @@ def test_layers_land_on_the_grid(name, how):
     if name == 'bias': m = partial(attention, attn_mask=rand(5, 5, dtype=torch.float32))
     if isinstance(m, nn.Module): m.train(how == 'train')
     ctx = dict(train=torch.enable_grad, no_grad=torch.no_grad, inference=torch.inference_mode)[how]
-    with emulate('e5m2', inplace=True) as e, ctx():
+    with emulate_format('e5m2', inplace=True) as e, ctx():
         y = forward(m, x)
         if how == 'train' and y.requires_grad: y.square().sum().backward()
     assert same_bits(y.detach(), e.round(y).detach())
@@ -820,8 +820,8 @@ def test_a_fused_lstm_is_refused_with_its_cure():
     with Spy() as spy: lstm(x)
     if any('mkldnn_rnn' in str(f) for f, _ in spy.calls):
         with pytest.raises(NotImplementedError, match='mkldnn.flags'):
-            with emulate('e4m3'): lstm(x)
-    with emulate('e4m3', inplace=True) as m, warnings.catch_warnings():
+            with emulate_format('e4m3'): lstm(x)
+    with emulate_format('e4m3', inplace=True) as m, warnings.catch_warnings():
         warnings.simplefilter('ignore')
         with torch.backends.mkldnn.flags(enabled=False): y = lstm(x)[0]
     assert same_bits(y.detach(), m.round(y).detach())
@@ -863,11 +863,11 @@ def test_a_custom_op_is_a_result():
     lib = torch.library.Library('mptest', 'FRAGMENT')
     lib.define('pieces(Tensor x) -> Tensor[]')
     lib.impl('pieces', lambda x: [x/3, x/5], 'CPU')
-    with emulate('e4m3'): ys = torch.ops.mptest.pieces(X)
+    with emulate_format('e4m3'): ys = torch.ops.mptest.pieces(X)
     assert len(ys) == 2 and same_bits(ys[0], quantize(X/3, 'e4m3')) and same_bits(ys[1], quantize(X/5, 'e4m3'))
     lib.define('third(Tensor x) -> Tensor')
     lib.impl('third', lambda x: x/3, 'CPU')
-    with emulate('e4m3'): y = torch.ops.mptest.third(X)
+    with emulate_format('e4m3'): y = torch.ops.mptest.third(X)
     assert same_bits(y, quantize(X/3, 'e4m3'))
 
 
@@ -903,48 +903,48 @@ RARE = dict(grouped=lambda q: F.grouped_mm(q(A8), q(B8), offs=OFFS), cdist=lambd
 def test_rare_products_round_what_goes_in_and_have_no_sum_of_few_bits(name):
     q, f = partial(quantize, fmt='e4m3'), RARE[name]
     if name == 'grouped' and not hasattr(F, 'grouped_mm'): pytest.skip('torch 2.10')
-    with emulate('e4m3'): got = f(lambda t: t)
+    with emulate_format('e4m3'): got = f(lambda t: t)
     assert same_bits(got, q(f(q))) and not same_bits(got, q(f(lambda t: t)))
-    with emulate('e4m3', accumulate='e8m13'), pytest.raises(NotImplementedError, match='cannot look into aten'): f(lambda t: t)
+    with emulate_format('e4m3', accumulate='e8m13'), pytest.raises(NotImplementedError, match='cannot look into aten'): f(lambda t: t)
 
 
 def test_a_bag_without_weights_is_no_product():
-    with emulate('e4m3', accumulate='e8m13'): got = F.embedding_bag(ROWS, A8, mode='sum')
+    with emulate_format('e4m3', accumulate='e8m13'): got = F.embedding_bag(ROWS, A8, mode='sum')
     assert same_bits(got, quantize(F.embedding_bag(ROWS, A8, mode='sum'), 'e4m3'))
 
 
 def test_sparse_tensors_are_refused_in_a_sentence():
     for f in (lambda: A8.to_sparse() @ A8.T, lambda: torch.sparse.mm(A8.to_sparse(), A8.T), lambda: A8.to_sparse_csr() @ A8.T):
-        with emulate('e4m3'), pytest.raises(ValueError, match='to_dense'): f()
+        with emulate_format('e4m3'), pytest.raises(ValueError, match='to_dense'): f()
 
 
 # ---------------------------------------------------------------- emulate: nesting, exact, the loss
 def test_the_inner_format_wins():
     for outer, inner in (('e3m2', 'fp16'), ('fp16', 'e3m2')):
-        with emulate(outer):
+        with emulate_format(outer):
             a = X*1
-            with emulate(inner): b, p = X*1, X @ Y.T
+            with emulate_format(inner): b, p = X*1, X @ Y.T
             c = X*1
         assert same_bits(a, quantize(X, outer)) and same_bits(b, quantize(X, inner)) and same_bits(c, a)
         q = partial(quantize, fmt=inner)
         assert same_bits(p, q(q(X) @ q(Y).T))
-    with emulate('e3m2'):
-        with exact():
+    with emulate_format('e3m2'):
+        with no_emulation():
             d = X*1
-            with emulate('fp16'): e = X*1
+            with emulate_format('fp16'): e = X*1
     assert same_bits(d, X) and same_bits(e, quantize(X, 'fp16'))
 
 
 def test_fast_half_around_and_inside():
     x = rand(6, 6)
-    for order in ((fast_half, partial(emulate, 'e4m3')), (partial(emulate, 'e4m3'), exact, fast_half)):
+    for order in ((fp32_accumulate, partial(emulate_format, 'e4m3')), (partial(emulate_format, 'e4m3'), no_emulation, fp32_accumulate)):
         from contextlib import ExitStack
         with ExitStack() as s:
             for c in order: s.enter_context(c())
             y = x @ x
         assert same_bits(y, (x.float() @ x.float()).half())
-    with fast_half('saturate'), fast_half(): y = x*1e5
-    with fast_half(), fast_half('saturate'): z = x*1e5
+    with fp32_accumulate('saturate'), fp32_accumulate(): y = x*1e5
+    with fp32_accumulate(), fp32_accumulate('saturate'): z = x*1e5
     assert y.isfinite().all() and same_bits(y, z)          # a saturating machine around or inside saturates
 
 
@@ -958,13 +958,13 @@ def test_exact_loss_rounds_only_the_gradient():
     z, y = loss_parts()
     ref = z.clone().requires_grad_(); want = F.cross_entropy(ref, y, label_smoothing=.1); want.backward()
     got = z.clone().requires_grad_()
-    with emulate('e5m2') as m:
+    with emulate_format('e5m2') as m:
         loss = exact_loss(F.cross_entropy, got, y, label_smoothing=.1)
         loss.backward()
     assert same_bits(loss.detach(), want.detach()) and same_bits(got.grad,
         m.round(ref.grad)) and not same_bits(ref.grad, got.grad)
     inside = z.clone().requires_grad_()
-    with emulate('e5m2'): bad = F.cross_entropy(inside, y, label_smoothing=.1); bad.backward()
+    with emulate_format('e5m2'): bad = F.cross_entropy(inside, y, label_smoothing=.1); bad.backward()
     assert not same_bits(bad.detach(), want.detach()) and not same_bits(inside.grad, got.grad)
 
 
@@ -982,7 +982,7 @@ def test_exact_loss_reaches_parameters_of_the_loss():
     z, y = loss_parts()
     temp = nn.Parameter(torch.tensor(1.3))
     a = z.clone().requires_grad_()
-    with emulate('e4m3'): exact_loss(lambda s: F.cross_entropy(s*temp, y), a).backward()
+    with emulate_format('e4m3'): exact_loss(lambda s: F.cross_entropy(s*temp, y), a).backward()
     got, temp.grad = temp.grad.clone(), None
     b = z.clone().requires_grad_()
     F.cross_entropy(b*temp, y).backward()
@@ -992,7 +992,7 @@ def test_exact_loss_reaches_parameters_of_the_loss():
 def test_exact_loss_in_half():
     z, y = loss_parts()
     a = z.half().requires_grad_()
-    with fast_half(): exact_loss(lambda s: F.cross_entropy(s.float(), y), a).backward()
+    with fp32_accumulate(): exact_loss(lambda s: F.cross_entropy(s.float(), y), a).backward()
     b = z.half().requires_grad_()
     F.cross_entropy(b.float(), y).backward()
     assert same_bits(a.grad, b.grad)
@@ -1005,11 +1005,11 @@ def test_optimizers():
             (16,))
         opt = opt_of(m.parameters())
         for _ in range(3):
-            with emulate('e4m3'):
+            with emulate_format('e4m3'):
                 opt.zero_grad(); exact_loss(F.cross_entropy, m(x), y).backward()
                 if where == 'inside': opt.step()
                 if where == 'exact':
-                    with exact(): opt.step()
+                    with no_emulation(): opt.step()
             if where == 'outside': opt.step()
         return [p.detach() for p in m.parameters()]
     for opt_of in (partial(torch.optim.SGD, lr=.1, momentum=.9), partial(torch.optim.Adam, lr=.01),
@@ -1023,20 +1023,20 @@ def test_optimizers():
 
 
 def test_no_grad_is_rounded_too():
-    with emulate('e4m3'), torch.no_grad(): y = X*Y
-    with torch.no_grad(), emulate('e4m3'): z = X*Y
+    with emulate_format('e4m3'), torch.no_grad(): y = X*Y
+    with torch.no_grad(), emulate_format('e4m3'): z = X*Y
     assert same_bits(y, quantize(X*Y, 'e4m3')) and same_bits(z, y)
 
 
 def test_stochastic_rounding_is_seeded_and_unbiased():
     x = torch.full((40_000,), 1.03)
     def go(seed):
-        with emulate('e4m3', rounding='stochastic', generator=torch.Generator().manual_seed(seed)): return x*1
+        with emulate_format('e4m3', rounding='stochastic', generator=torch.Generator().manual_seed(seed)): return x*1
     a = go(0)
     assert same_bits(a, go(0)) and not same_bits(a, go(1)) and set(a.tolist()) == {1.,
         1.125} and abs(a.mean() - 1.03) < .002
     g = torch.Generator().manual_seed(0)
-    @emulate('e4m3', rounding='stochastic', generator=g)
+    @emulate_format('e4m3', rounding='stochastic', generator=g)
     def f(): return x*1
     assert not same_bits(f(), f())                                          # the generator goes on
 
@@ -1075,16 +1075,16 @@ def test_chunked_matmul_edges():
 def test_a_sum_of_ones_stops(chunk, fmt):
     stop, top = 2**(get_format(fmt).man_bits + 1)*chunk, get_format(fmt).max
     n = 2*stop
-    with emulate('fp32', accumulate=fmt, chunk=chunk): s = (torch.ones(1, n) @ torch.ones(n, 1)).item()
+    with emulate_format('fp32', accumulate=fmt, chunk=chunk): s = (torch.ones(1, n) @ torch.ones(n, 1)).item()
     assert s == min(stop, top)
-    with emulate('fp32'): assert (torch.ones(1, n) @ torch.ones(n, 1)).item() == n
+    with emulate_format('fp32'): assert (torch.ones(1, n) @ torch.ones(n, 1)).item() == n
 
 
 @each('kernel,chunk,width', [(1, 1, 1), (1, 4, 4), (2, 4, 2), (2, 16, 8), (4, 1, 1)])
 def test_where_a_convolutions_sums_of_ones_stop(kernel, chunk, width):
     "A piece is chunk // kernel channels, at least one; the weight's gradient takes one sample at a time"
     n = 512*width
-    with emulate('fp32', accumulate='bf16', chunk=chunk):
+    with emulate_format('fp32', accumulate='bf16', chunk=chunk):
         y = F.conv1d(torch.ones(1, n, kernel), torch.ones(1, n, kernel))
         x = torch.ones(1, 1, kernel, requires_grad=True)
         F.conv1d(x, torch.ones(n, 1, kernel)).backward(torch.ones(1, n, 1))
@@ -1098,14 +1098,14 @@ def test_every_product_accumulates_narrowly(name):
     f, shapes, k = LINEAR[name]
     xs = [rand(*s, seed=i).float() for i, s in enumerate(shapes)]
     up = lambda s: rand(*s, seed=9).float()
-    plain, wide = run(f, xs, up, partial(emulate, 'fp32')), run(f, xs, up, partial(emulate, 'fp32', accumulate='fp32'))
+    plain, wide = run(f, xs, up, partial(emulate_format, 'fp32')), run(f, xs, up, partial(emulate_format, 'fp32', accumulate='fp32'))
     for p, w in zip(plain, wide): assert p.shape == w.shape and torch.allclose(p, w, rtol=1e-4,
         atol=1e-4)      # the cuts fit together
     size = run(f, [x.abs() for x in xs], lambda s: up(s).abs())
-    for p, n, a in zip(plain, run(f, xs, up, partial(emulate, 'fp32', accumulate='fp16', chunk=1)), size):
+    for p, n, a in zip(plain, run(f, xs, up, partial(emulate_format, 'fp32', accumulate='fp16', chunk=1)), size):
         assert p.shape == n.shape and ((p - n).abs() <= k*2.**-11*a + 1e-6).all()
     ones = [torch.ones_like(x)*64 for x in xs]
-    narrow = run(f, ones, lambda s: torch.ones(s), partial(emulate, 'fp32', accumulate='e3m2', chunk=1))[0]
+    narrow = run(f, ones, lambda s: torch.ones(s), partial(emulate_format, 'fp32', accumulate='e3m2', chunk=1))[0]
     # no running sum beyond E3M2's largest
     assert narrow.max() <= 28 + 64*('linear' in name or 'add' in name or len(shapes) == 3)*2
 
@@ -1118,49 +1118,49 @@ def test_written_arguments_accumulate(name):
         A, B = A.float(), B.float()
         want, got = torch.zeros(6, 6), torch.zeros(6, 6)
         WRITING[name](want)
-        with emulate('fp32', accumulate='fp32'): r = WRITING[name](got)
+        with emulate_format('fp32', accumulate='fp32'): r = WRITING[name](got)
         assert torch.allclose(got, want, atol=1e-5) and r.shape == WRITING[name](want).shape
     finally: A, B = a, b
 
 
 def test_zero_beta_forgets_even_nan():
     c = torch.full((4, 4), NAN)
-    with emulate('fp16', accumulate='fp16'): y = torch.addmm(c, X, Y.T, beta=0)
+    with emulate_format('fp16', accumulate='fp16'): y = torch.addmm(c, X, Y.T, beta=0)
     assert y.isfinite().all()
 
 
 def test_what_cannot_be_accumulated_is_refused():
     q = rand(1, 2, 5, 8).float()
     with pytest.raises(NotImplementedError, match='SDPBackend.MATH'):
-        with emulate('fp16', accumulate='fp16'): F.scaled_dot_product_attention(q, q, q)
+        with emulate_format('fp16', accumulate='fp16'): F.scaled_dot_product_attention(q, q, q)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        with emulate('fp16', accumulate='fp16'): y = F.scaled_dot_product_attention(q, q, q)
+        with emulate_format('fp16', accumulate='fp16'): y = F.scaled_dot_product_attention(q, q, q)
     assert torch.allclose(y, F.scaled_dot_product_attention(q, q, q), atol=1e-2)
 
 
 # ---------------------------------------------------------------- bad input
 @pytest.mark.parametrize('make,words', [
-    (lambda: fast_half('clip'), "no overflow 'clip'.*saturate"), (lambda: emulate('fp17'), "no format 'fp17'"),
-    (lambda: emulate('fp16', rounding='up'), "no rounding 'up'"),
-    (lambda: emulate('fp16', overflow='wrap'), "no overflow 'wrap'"),
-    (lambda: emulate('e4m3', overflow='inf'), 'e4m3 has no inf'),
-    (lambda: emulate('fp16', accumulate='half?'), "no format 'half"),
-    (lambda: emulate('fp16', accumulate='fp16', chunk=0), 'chunk=0'),
-    (lambda: emulate('fp16', chunk=1.5), 'chunk=1.5')])
+    (lambda: fp32_accumulate('clip'), "no overflow 'clip'.*saturate"), (lambda: emulate_format('fp17'), "no format 'fp17'"),
+    (lambda: emulate_format('fp16', rounding='up'), "no rounding 'up'"),
+    (lambda: emulate_format('fp16', overflow='wrap'), "no overflow 'wrap'"),
+    (lambda: emulate_format('e4m3', overflow='inf'), 'e4m3 has no inf'),
+    (lambda: emulate_format('fp16', accumulate='half?'), "no format 'half"),
+    (lambda: emulate_format('fp16', accumulate='fp16', chunk=0), 'chunk=0'),
+    (lambda: emulate_format('fp16', chunk=1.5), 'chunk=1.5')])
 def test_bad_arguments_get_a_sentence(make, words):
     with pytest.raises(ValueError, match=words): make()
 
 
 def test_round():
     p = nn.Parameter(X.clone())
-    m = emulate('fp16')
-    with emulate('e3m2'): y = m.round(p)                        # its own format, whatever is around it
+    m = emulate_format('fp16')
+    with emulate_format('e3m2'): y = m.round(p)                        # its own format, whatever is around it
     assert same_bits(y, quantize(X, 'fp16')) and not y.requires_grad
     assert m.round(3) == 3 and m.round(None) is None and m.round(X.double()).dtype is torch.float64
 
 
 def test_repr_tells_the_options():
-    assert repr(fast_half('saturate')) == "fast_half(overflow='saturate')" and 'e4m3' in repr(emulate('e4m3'))
+    assert repr(fp32_accumulate('saturate')) == "fp32_accumulate(overflow='saturate')" and 'e4m3' in repr(emulate_format('e4m3'))
 
 
 # ---------------------------------------------------------------- training
@@ -1175,7 +1175,7 @@ def curve(toy, ctx, seed, lr=.1, steps=120, dtype=H):
 def test_training_curves_agree_with_native_half(toy):
     pytest.importorskip('sklearn')
     for seed in (1, 2):
-        native, fast = curve(toy, torch.enable_grad, seed), curve(toy, fast_half, seed)
+        native, fast = curve(toy, torch.enable_grad, seed), curve(toy, fp32_accumulate, seed)
         assert (native - fast).abs().mean() < 3e-3 and native[-10:].mean() < native[:10].mean()
 
 
@@ -1184,7 +1184,7 @@ def test_convergence_counts_of_the_deep_sigmoid_net_agree():
     from mpcourse.toys import half_pass, train_toy
     def learns(ctx, scale, seed, steps):
         with ctx(): return train_toy('deep_sigmoid', half_pass(scale=scale), seed=seed, steps=steps).loss < 2.
-    for ctx in (fast_half, torch.enable_grad):
+    for ctx in (fp32_accumulate, torch.enable_grad):
         assert not learns(ctx, 1., 0, 200) and not learns(ctx, 2.**24, 0, 20)
         assert any(learns(ctx, 2.**10, seed, 300) for seed in (0, 1, 2))            # when a seed breaks out is chance
 
@@ -1193,4 +1193,4 @@ def test_a_nested_tensor_is_refused_in_a_sentence():
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
-    with emulate('fp16'), pytest.raises(ValueError, match='pad it'): nested*2
+    with emulate_format('fp16'), pytest.raises(ValueError, match='pad it'): nested*2

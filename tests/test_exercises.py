@@ -91,7 +91,7 @@ WRONG = {
         def two_formats(S):
             def step(model, xb, yb, opt, loss_func):
                 opt.zero_grad()
-                with emulate('e4m3'):
+                with emulate_format('e4m3'):
                     loss = exact_loss(lambda z: S*loss_func(z, yb), model(xb))
                     loss.backward()
                 for p in model.parameters(): p.grad /= S
@@ -101,8 +101,8 @@ WRONG = {
         def two_formats(S):
             def step(model, xb, yb, opt, loss_func):
                 opt.zero_grad()
-                with emulate('e4m3'): loss = exact_loss(lambda z: S*loss_func(z, yb), model(xb))
-                with emulate('e5m2'): loss.backward()
+                with emulate_format('e4m3'): loss = exact_loss(lambda z: S*loss_func(z, yb), model(xb))
+                with emulate_format('e5m2'): loss.backward()
                 opt.step()
                 return loss.detach()
             return step"""),
@@ -239,11 +239,11 @@ WRONG = {
         def resumable(model, opt, sched):
             from copy import deepcopy
             def keep(): return deepcopy((model.state_dict(), opt.state_dict())), torch.get_rng_state()
-            def put_back(kept):
+            def restore(kept):
                 model.load_state_dict(kept[0][0])
                 opt.load_state_dict(kept[0][1])
                 torch.set_rng_state(kept[1])
-            return keep, put_back""",
+            return keep, restore""",
     # 14: an overflow at 65504 and a bit is one at 65520 only, and the step that fits was not skipped
     'check_lost_steps': 'lambda k, g: next(n for n in range(1000) if g*2.**(k - n) <= 65536)',
     # 14: an overflow does not start the count anew
@@ -292,12 +292,12 @@ WRONG = {
     'check_edge_policy': ("""
         def edge_policy():
             class Edge(LossScaler):
-                wants = 'found_inf', ('above', 2.**13)
+                required_stats = 'found_inf', ('above', 2.**13)
                 def next_scale(self, stats): return torch.where(stats['above', 2.**13] > 0, self.scale/2, self.scale*2)
             return Edge(2.**16)""", """
         def edge_policy():
             class Edge(LossScaler):
-                wants = 'found_inf', ('above', 2.**13)
+                required_stats = 'found_inf', ('above', 2.**13)
                 def next_scale(self, stats):
                     bad = (stats['found_inf'] + stats['above', 2.**13]).item() > 0
                     return self.scale/2 if bad else self.scale*2
@@ -388,7 +388,7 @@ WRONG = {
     'check_steady': """
         def steady():
             class Steady(LossScaler):
-                wants = 'found_inf', 'amax'
+                required_stats = 'found_inf', 'amax'
                 def next_scale(self, stats):
                     top = stats['amax']
                     return torch.where(top >= 2**13, self.scale/2, torch.where(top >= 2**12, self.scale, self.scale*2))
@@ -475,11 +475,11 @@ WRONG = {
     # 27: leaves all three operands without a scale; names the operand with the lowest loss
     'check_blame': ("""
         def blame(train):
-            losses = {k: train(Recipe(g=Cast())) for k in 'xwg'}
+            losses = {k: train(Recipe(g=CastConfig())) for k in 'xwg'}
             return max(losses, key=losses.get)""", """
         def blame(train):
-            good = Cast(scale=fp32_scale)
-            losses = {k: train(Recipe(**{**dict(x=good, w=good, g=good), k: Cast()})) for k in 'xwg'}
+            good = CastConfig(scale=fp32_scale)
+            losses = {k: train(Recipe(**{**dict(x=good, w=good, g=good), k: CastConfig()})) for k in 'xwg'}
             return min(losses, key=losses.get)"""),
     # 28: forgets that e = 0 is subnormal; the bias of IEEE's smallest formats instead of 1
     'check_decode': ('lambda c: (-1)**(c >> 3)*(1 + (c & 1)/2)*2**((c >> 1 & 3) - 1)', 'lambda c: (-1)**(c >> 3)*((c & 1)/2 if not c >> 1 & 3 else (1 + (c & 1)/2)*2**(c >> 1 & 3))'),

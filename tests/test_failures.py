@@ -5,7 +5,7 @@ import numpy as np, pytest, torch
 from mpcourse.formats import e4m3, e5m2, fp16, get_format
 from mpcourse.failures import (adam_eps, adam_first_step, exploded_activations, flushed, gradients, scale_report, store_in, swallowed,
                                swallowed_updates, textbook_cross_entropy, until_bad, vanished_gradients)
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 import mpcourse.zoo  # noqa: F401
 from mpcourse.toys import TOYS, batches, get_toy, half_pass, plain_step, relu_mlp, train_toy
 
@@ -77,7 +77,7 @@ def test_without_small_steps_nothing_is_lost():
     assert all(r.acc > .93 for r in runs)
 
 
-@fast_half()
+@fp32_accumulate()
 def test_a_step_of_ones_own_replaces_the_failure():
     def step(model, xb, yb, opt, loss_func):
         "Weights in FP16 for the pass, FP32 between the steps: a master copy in two lines"
@@ -130,7 +130,7 @@ def test_where_gradients_vanish(seed):
     assert flushed(g32[ws[-1]], g16[ws[-1]]) < .01 and flushed(g32[ws[0]], gbf[ws[0]]) == 0
 
 
-@fast_half()
+@fp32_accumulate()
 def test_only_the_low_end_of_fp16_is_to_blame():
     assert abs(vanished_gradients().loss - GUESS) < .02
     assert vanished_gradients(dtype=bfloat).loss < 1.6

@@ -5,7 +5,7 @@ import pytest, torch
 
 from mpcourse.formats import get_format
 from mpcourse.fourbits import FP4_RECIPES, hadamard, nvfp4_scale, rotate16
-from mpcourse.fp8 import Cast, fp8_matmul
+from mpcourse.fp8 import CastConfig, fp8_matmul
 from mpcourse.rounding import quantize
 
 pytestmark = pytest.mark.library
@@ -25,7 +25,7 @@ def off(a, b): return ((a - b).norm()/b.norm()).item()
 def test_the_scale_of_a_block_by_hand(size):
     "As NVIDIA writes it: the tensor's largest number to 448·6, each block's scale in E4M3"
     x = r(4, 48)*torch.logspace(-3, 3, 48, base=2)*size
-    entries, scale = Cast('e2m1', (1, 16), nvfp4_scale).parts(x)
+    entries, scale = CastConfig('e2m1', (1, 16), nvfp4_scale).parts(x)
     one = x.abs().max().item()/(448*6)
     for i in range(4):
         for j in range(3):
@@ -37,7 +37,7 @@ def test_the_scale_of_a_block_by_hand(size):
 
 
 def test_small_tensors_keep_their_digits():
-    x, cast = r(8, 64), Cast('e2m1', (1, 16), nvfp4_scale)
+    x, cast = r(8, 64), CastConfig('e2m1', (1, 16), nvfp4_scale)
     for k in (-60, -20, 20): assert torch.equal(cast(x*2.**k), cast(x)*2.**k)
 
 

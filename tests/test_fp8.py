@@ -5,10 +5,10 @@ import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from conftest import each
 from torch.utils.checkpoint import checkpoint
 
-from mpcourse.emulate import chunked_matmul, emulate
+from mpcourse.emulate import chunked_matmul, emulate_format
 from mpcourse.formats import get_format, same_bits
 from mpcourse.half import model_to_half
-from mpcourse.fp8 import (RECIPES, Cast, DelayedScale, Recipe, e8m0_floor, e8m0_up, fp32_scale, fp8_attention, fp8_linear, fp8_matmul,
+from mpcourse.fp8 import (RECIPES, CastConfig, DelayedScale, Recipe, e8m0_floor, e8m0_ceil, fp32_scale, fp8_attention, fp8_linear, fp8_matmul,
                           reduce_amax, simulate_fp8)
 from mpcourse.rounding import quantize
 from mpcourse.toys import char_transformer, cross_entropy, deep_sigmoid, relu_mlp
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.library
 FMTS = [('e4m3', 'e5m2'), ('e4m3fnuz', 'e5m2fnuz'), ('e5m2', 'e4m3')]
 OCP_FNUZ = each('fwd,bwd', FMTS)
 EVERY = each('name', RECIPES)
-RULES = dict(up=e8m0_up, floor=e8m0_floor)
+RULES = dict(up=e8m0_ceil, floor=e8m0_floor)
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,8 @@ def seed():
 
 def r(*shape, **kw): return torch.randn(*shape, **kw)
 def off(a, b): return ((a.double() - b.double()).norm()/b.double().norm()).item()
-def mx(fmt='e4m3', block=32, how='up'): return Cast(fmt, (1, block), RULES[how])
-def late(history, fwd='e4m3', bwd='e5m2'): return Recipe(Cast(fwd), Cast(fwd), Cast(bwd), history)
+def mx(fmt='e4m3', block=32, how='up'): return CastConfig(fmt, (1, block), RULES[how])
+def late(history, fwd='e4m3', bwd='e5m2'): return Recipe(CastConfig(fwd), CastConfig(fwd), CastConfig(bwd), history)
 
 
 # --- casts ---
@@ -39,8 +39,8 @@ def late(history, fwd='e4m3', bwd='e5m2'): return Recipe(Cast(fwd), Cast(fwd), C
 @each('fmt', ['e4m3', 'e5m2', 'e4m3fnuz', 'e5m2fnuz', 'e2m1'])
 def test_a_current_scale_reaches_the_top_and_no_further(amax, fmt):
     x, top = torch.tensor([[amax, -amax/3]]), get_format(fmt).max
-    for rule in (fp32_scale, e8m0_up):
-        entries, scale = Cast(fmt, scale=rule).parts(x)
+    for rule in (fp32_scale, e8m0_ceil):
+        entries, scale = CastConfig(fmt, scale=rule).parts(x)
         assert scale.isfinite().all() and (x/scale).abs().max() <= top*(1 + 1e-6) and entries.abs().max() <= top
         assert (x/scale).abs().max() > top/(1.01 if rule is fp32_scale else 2.01)
 
@@ -49,7 +49,7 @@ def test_a_current_scale_reaches_the_top_and_no_further(amax, fmt):
 def test_tiles_have_a_scale_of_their_own(tile):
     "Each tile as a tensor by itself, in any shape, with the last tiles shorter"
     x = r(2, 7, 10)*torch.logspace(-9, 9, 10, base=2)
-    got = Cast(tile=tile, scale=fp32_scale)(x)
+    got = CastConfig(tile=tile, scale=fp32_scale)(x)
     rows, columns = (7, 10) if tile is None else (tile[0], tile[1] or 10)
     for k in range(2):
         for i in range(0, 7, rows):
@@ -68,7 +68,7 @@ def test_an_overflow_is_never_hidden(name):
             t = r(4, 64)
             t[1, 40] = bad
             cast = getattr(RECIPES[name], k)
-            assert cast(t)[1, 40].isnan() and Cast(scale=DelayedScale())(t)[1, 40].isnan()
+            assert cast(t)[1, 40].isnan() and CastConfig(scale=DelayedScale())(t)[1, 40].isnan()
             x, w = r(64, 4, requires_grad=True), t.mT.contiguous() if k != 'g' else r(4, 3)
             y = fp8_matmul(x.mT if k != 'g' else x, w, RECIPES[name])
             assert y.isnan().any() or k == 'g'
@@ -92,7 +92,7 @@ def te_scales(amaxes, fmt_max, n):
 def test_delayed_scaling_is_transformer_engines(n, bad):
     amaxes = (r(12).abs()*4).tolist() + bad + (r(12).abs()/8).tolist()
     late, got = DelayedScale(n), []
-    cast = Cast(scale=late)
+    cast = CastConfig(scale=late)
     for a in amaxes:
         x = torch.tensor([a, -a/2])
         y = cast(x)
@@ -103,16 +103,16 @@ def test_delayed_scaling_is_transformer_engines(n, bad):
 
 def test_delayed_scale_holds_in_eval():
     late = DelayedScale(4).eval()
-    Cast(scale=late)(torch.tensor([3.]))
+    CastConfig(scale=late)(torch.tensor([3.]))
     assert late.used == 1 and not late.history.any()
 
 
 TWO_RANKS = '''
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from mpcourse.fp8 import Cast, Recipe, reduce_amax, simulate_fp8
+from mpcourse.fp8 import CastConfig, Recipe, reduce_amax, simulate_fp8
 torch.manual_seed(0)
-recipe = Recipe(Cast(), Cast(), Cast('e5m2'), 3)
+recipe = Recipe(CastConfig(), CastConfig(), CastConfig('e5m2'), 3)
 net = simulate_fp8(nn.Sequential(nn.Linear(8, 4)), recipe)
 for model in (net, DistributedDataParallel(net)):
     for k in range(2):
@@ -198,7 +198,7 @@ def test_mx_at_the_ends_of_the_range():
 def test_three_products_by_hand(fwd, bwd):
     x, w, g = r(16, 32), r(8, 32), r(16, 8)
     xs = [t.clone().requires_grad_() for t in (x, w)]
-    y = fp8_linear(*xs, recipe=Recipe(Cast(fwd), Cast(fwd), Cast(bwd)))
+    y = fp8_linear(*xs, recipe=Recipe(CastConfig(fwd), CastConfig(fwd), CastConfig(bwd)))
     x8, w8, g8 = quantize(x, fwd), quantize(w, fwd), quantize(g, bwd)
     assert same_bits(y, x8 @ w8.T)
     gx, gw = torch.autograd.grad(y, xs, g)
@@ -209,7 +209,7 @@ def test_three_products_by_hand(fwd, bwd):
 @each('tiles', [((1, 32),)*3, ((1, 128), (128, 128), (1, 128)), ((1, None),)*3, ((1, 16), (16, 16), (1, 16)), (None, (1, 8), None)])
 def test_tiles_lie_along_what_is_summed(tiles):
     a, b, g = r(40, 64, requires_grad=True), r(64, 48, requires_grad=True), r(40, 48)
-    ca, cb, cg = [Cast(f, t, fp32_scale) for f, t in zip(('e4m3', 'e4m3', 'e5m2'), tiles)]
+    ca, cb, cg = [CastConfig(f, t, fp32_scale) for f, t in zip(('e4m3', 'e4m3', 'e5m2'), tiles)]
     y = fp8_matmul(a, b, Recipe(ca, cb, cg))
     ga, gb = torch.autograd.grad(y, (a, b), g)
     assert torch.equal(y, ca(a) @ cb(b.mT).mT)
@@ -246,10 +246,10 @@ def test_nearest_means_nearest_ties_to_even(v, want):
 
 def test_stochastic_means_stochastic():
     a, one = torch.full((4000, 1), 1.03125), torch.ones(1, 1)
-    got = fp8_matmul(a, one, Recipe(Cast(rounding='stochastic')))
+    got = fp8_matmul(a, one, Recipe(CastConfig(rounding='stochastic')))
     assert set(got.unique().tolist()) == {1., 1.125} and abs(got.mean() - 1.03125) < .005
     x = torch.ones(4000, 1, requires_grad=True)
-    g, = torch.autograd.grad(fp8_matmul(x, one, Recipe(g=Cast('e4m3', rounding='stochastic'))), x, a)
+    g, = torch.autograd.grad(fp8_matmul(x, one, Recipe(g=CastConfig('e4m3', rounding='stochastic'))), x, a)
     assert set(g.unique().tolist()) == {1., 1.125}
 
 
@@ -258,7 +258,7 @@ def test_an_emulator_keeps_the_sums_of_a_converted_model_in_few_bits(name):
     layer, x = simulate_fp8(nn.Linear(4096, 2, bias=False), name), r(3, 4096).abs().requires_grad_()
     x8, w8 = RECIPES[name].x(x), RECIPES[name].w(layer.weight)
     def few(t): return quantize(t, 'e8m13')
-    with emulate('fp32', accumulate='e8m13', inputs=False):
+    with emulate_format('fp32', accumulate='e8m13', inputs=False):
         y = layer(x)
         g, = torch.autograd.grad(y.sum(), x)
     assert torch.equal(y, chunked_matmul(x8, w8.T, few)) and not torch.equal(y, layer(x)) and g.isfinite().all()
@@ -343,7 +343,7 @@ LAST = torch.tensor([[False]*5 + [True], [False]*6])
 LAYERS = {'plain': ({}, {}), 'without weights': ({}, dict(need_weights=False)), 'a mask': ({}, dict(attn_mask=HIDE)), 'added': ({}, dict(attn_mask=r(6, 6))),
           'a mask a head': ({}, dict(attn_mask=r(8, 6, 6), need_weights=False)), 'padding': ({}, dict(key_padding_mask=LAST)), 'both': ({}, dict(attn_mask=HIDE, key_padding_mask=LAST, need_weights=False)),
           'each head': ({}, dict(average_attn_weights=False)), 'causal': ({}, dict(attn_mask=HIDE, is_causal=True, need_weights=False)), 'other sizes': (dict(kdim=8, vdim=16), {}), 'no bias': (dict(bias=False), {}), 'dropout': (dict(dropout=.3), {})}
-EXACT = Recipe(*[Cast('fp32')]*3)
+EXACT = Recipe(*[CastConfig('fp32')]*3)
 
 
 @each('batched', [True, False])
@@ -563,7 +563,7 @@ def test_grouped_products_are_those_of_each_group(name):
     assert torch.equal(cubes, fp8_matmul(x.view(2, 5, 8), x.view(2, 5, 8).mT, RECIPES[name]))
 
 
-@each('where', [Cast(), Cast(tile=(1, 32), scale=e8m0_up), Cast(tile=(128, 128), scale=fp32_scale), Cast(tile=(1, None), scale=fp32_scale)])
+@each('where', [CastConfig(), CastConfig(tile=(1, 32), scale=e8m0_ceil), CastConfig(tile=(128, 128), scale=fp32_scale), CastConfig(tile=(1, None), scale=fp32_scale)])
 @each('shape', [(0, 8), (8, 0), (0, 0), (2, 0, 8)])
 def test_nothing_is_cast_to_nothing(where, shape): assert where(torch.zeros(shape)).shape == shape
 

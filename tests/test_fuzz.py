@@ -29,7 +29,7 @@ class DropIn(RuleBasedStateMachine):
     @initialize(init=st.integers(0, 20), interval=st.integers(1, 4), growth=st.sampled_from([2., 4.]), backoff=st.sampled_from([.5, .25]))
     def begin(self, init, interval, growth, backoff):
         self.kw = dict(init_scale=2.**init, growth_interval=interval, growth_factor=growth, backoff_factor=backoff)
-        self.both = [GradScaler('cpu', hold=False, **self.kw), torch.amp.GradScaler('cpu', **self.kw)]
+        self.both = [GradScaler('cpu', skip_nonfinite_loss=False, **self.kw), torch.amp.GradScaler('cpu', **self.kw)]
         self.ps = [nn.Parameter(torch.ones(2)) for _ in range(2)]
         self.opts = [torch.optim.SGD([p], lr=2.**-10, momentum=.5) for p in self.ps]
 
@@ -54,14 +54,14 @@ class DropIn(RuleBasedStateMachine):
     @rule()
     def save_and_load(self):
         for i, s in enumerate(self.both):
-            fresh = GradScaler('cpu', hold=False) if i == 0 else torch.amp.GradScaler('cpu')
+            fresh = GradScaler('cpu', skip_nonfinite_loss=False) if i == 0 else torch.amp.GradScaler('cpu')
             fresh.load_state_dict(copy.deepcopy(s.state_dict()))
             self.both[i] = fresh
 
     @rule()
     def move_to_torchs_and_back(self):
         state = self.both[1].state_dict()
-        self.both[0] = GradScaler('cpu', hold=False)
+        self.both[0] = GradScaler('cpu', skip_nonfinite_loss=False)
         self.both[0].load_state_dict(state)
 
     @rule()

@@ -141,7 +141,7 @@ def everything(models, opts):
 @optimizers
 def test_documented_recipes_bit_for_bit(recipe, make_opt):
     kw = dict(device='cpu', init_scale=2.**12, growth_interval=2)
-    ours, theirs = GradScaler(**kw, hold=False), Torch(**kw)
+    ours, theirs = GradScaler(**kw, skip_nonfinite_loss=False), Torch(**kw)
     scales = []
     for a, b in zip(recipe(ours, make_opt), recipe(theirs, make_opt)):
         assert ours.get_scale() == theirs.get_scale() and ours._get_growth_tracker() == theirs._get_growth_tracker()
@@ -212,7 +212,7 @@ def test_sparse_gradients_as_torch_takes_them():
             scaler.scale(loss).backward()
             scaler.step(opt); scaler.update()
         return emb.weight.detach(), scaler.get_scale()
-    (w, s), (v, t) = run(GradScaler(growth_interval=2, hold=False)), run(Torch('cpu', growth_interval=2))
+    (w, s), (v, t) = run(GradScaler(growth_interval=2, skip_nonfinite_loss=False)), run(Torch('cpu', growth_interval=2))
     assert same_bits(w, v) and s == t and w.isfinite().all()
 
 
@@ -296,7 +296,7 @@ def test_what_cannot_work_is_refused_with_its_value(kw):
 @library
 def test_numbers_beside_a_policy_are_not_ignored():
     with pytest.raises(ValueError, match='init_scale, growth_interval'): GradScaler(StaticScaler(), init_scale=2., growth_interval=5)
-    with pytest.raises(ValueError, match='hold'): GradScaler(policy=StaticScaler(), hold=False)
+    with pytest.raises(ValueError, match='skip_nonfinite_loss'): GradScaler(policy=StaticScaler(), skip_nonfinite_loss=False)
     with pytest.raises(ValueError, match='megatron'): GradScaler(policy='megatron')
     with pytest.raises(ValueError, match=r"GradScaler\(get_policy\('megatron'\)\)"): GradScaler('megatron')
 
@@ -537,7 +537,7 @@ def test_a_loss_that_is_not_finite_is_held_and_a_gradient_that_is_not_is_not(mak
 
 class Watcher(StaticScaler):
     "Wants much, and keeps what it is shown"
-    wants = 'found_inf', 'numel', 'amax', ('above', 64.)
+    required_stats = 'found_inf', 'numel', 'amax', ('above', 64.)
     def next_scale(self, stats):
         self.seen = {n: v.item() for n, v in stats.items() if n != 'loss_finite'}
         return self.scale
@@ -572,7 +572,7 @@ def test_accumulated_micro_batches_are_seen_once():
 
 class Hooked(Watcher):
     "Wants something of activations"
-    wants = 'found_inf', ('amax', 'activations')
+    required_stats = 'found_inf', ('amax', 'activations')
     def watch(self, model):
         if model is None: raise ValueError('Hooked watches the model: give it.')
         return Eye(model)
@@ -614,7 +614,7 @@ def test_a_policy_with_a_scale_for_each_layer_is_refused():
 @library
 def test_the_outcome_tells_what_became_of_the_step():
     model = net()
-    s = GradScaler(growth_interval=2, model=model, hold=False)
+    s = GradScaler(growth_interval=2, model=model, skip_nonfinite_loss=False)
     opt = SGD(model.parameters(), lr=.1)
     assert s.last_outcome is None
     for x, y in data(5, bad=(3,)):
@@ -627,7 +627,7 @@ def test_the_outcome_tells_what_became_of_the_step():
         o = s.last_outcome
         assert o.scale.item() == before and o.next_scale.item() == s.get_scale() and o.stepped == bool(x.isfinite().all())
         if not o.stepped: skipped = o
-    assert skipped.nonfinite == ('0.weight',) and '0.weight' in skipped.why
+    assert skipped.nonfinite == ('0.weight',) and '0.weight' in skipped.message
     assert skipped.scale == 2.**17 and skipped.next_scale == 2.**16         # still, after later steps
 
 
@@ -844,7 +844,7 @@ def test_lightning_with_our_scaler(lightning, opt):
     from lightning.pytorch.plugins.precision import MixedPrecision
     batches, runs = list(data()), []
     clip = {} if 'fused' in opt else dict(gradient_clip_val=.5)
-    for scaler in (GradScaler(growth_interval=3, hold=False), Torch('cpu', growth_interval=3)):
+    for scaler in (GradScaler(growth_interval=3, skip_nonfinite_loss=False), Torch('cpu', growth_interval=3)):
         model = lit(lightning, OPTS[opt], batches)
         trainer = fit_lit(lightning, model, plugins=[MixedPrecision('16-mixed', 'cpu', scaler)], **clip)
         assert trainer.precision_plugin.scaler is scaler
@@ -873,7 +873,7 @@ def test_lightning_refuses_to_clip_for_fused_optimizers(lightning):
 
 def test_lightning_checkpoints_the_policy(lightning, tmp_path):
     from lightning.pytorch.plugins.precision import MixedPrecision
-    def plugin(): return MixedPrecision('16-mixed', 'cpu', GradScaler(DynamicScaler(2.**10, growth_interval=3, hysteresis=2, hold=False)))
+    def plugin(): return MixedPrecision('16-mixed', 'cpu', GradScaler(DynamicScaler(2.**10, growth_interval=3, hysteresis=2, skip_nonfinite_loss=False)))
     trainer = fit_lit(lightning, lit(lightning, OPTS['sgd'], list(data())), plugins=[plugin()])
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
@@ -916,7 +916,7 @@ def accelerated(accelerate, scaler, make_opt, batches, clip=None, **kw):
 @pytest.mark.parametrize('opt', ['sgd', 'adam', 'adamw_fused'])
 @pytest.mark.parametrize('kw', [dict(), dict(clip=.5), dict(gradient_accumulation_steps=2)], ids=['plain', 'clip', 'accumulate'])
 def test_accelerate_with_our_scaler(accelerate, opt, kw):
-    ours, theirs = GradScaler(growth_interval=3, hold=False), Torch('cpu', growth_interval=3)
+    ours, theirs = GradScaler(growth_interval=3, skip_nonfinite_loss=False), Torch('cpu', growth_interval=3)
     _, model, products, grads, skipped = accelerated(accelerate, ours, OPTS[opt], list(data()), **kw)
     _, other, *_, skipped2 = accelerated(accelerate, theirs, OPTS[opt], list(data()), **kw)
     assert ours.get_scale() == theirs.get_scale() and skipped == skipped2
@@ -927,7 +927,7 @@ def test_accelerate_with_our_scaler(accelerate, opt, kw):
 
 
 def test_accelerate_saves_and_loads_the_policy(accelerate, tmp_path):
-    scaler = GradScaler(DynamicScaler(2.**10, growth_interval=3, hysteresis=2, hold=False))
+    scaler = GradScaler(DynamicScaler(2.**10, growth_interval=3, hysteresis=2, skip_nonfinite_loss=False))
     accelerator, *_ = accelerated(accelerate, scaler, OPTS['sgd'], list(data()))
     state = str(scaler.state_dict()); assert scaler.get_scale() != 2.**10
     accelerator.save_state(str(tmp_path))

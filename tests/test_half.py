@@ -5,7 +5,7 @@ import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
 
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.formats import same_bits
 from mpcourse import half
 from mpcourse.half import (NORMS, ClampInfinite, cast, cast_policy, clamp_hooks, clamp_infinite, is_norm, model_bytes,
@@ -181,7 +181,7 @@ def test_layers(kind, training):
     policy = cast_policy(net)
     assert policy == {n: t.dtype for n, t in floats(net).items()}
     assert all((t == S) == ('norm' in n) for n, t in policy.items())
-    with warnings.catch_warnings(), fast_half():
+    with warnings.catch_warnings(), fp32_accumulate():
         warnings.simplefilter('error')
         out = first(half(*cast(inputs(), H)))
         (out.float().pow(2).sum()).backward()
@@ -569,7 +569,7 @@ def test_composite_forward_and_backward(dtype):
     ref, net = compose(), model_to_half(compose(), dtype)
     loss = F.cross_entropy(ref(batch)['logits'], y)
     loss.backward()
-    with fast_half():
+    with fp32_accumulate():
         out = net(cast(batch, dtype))['logits']
         mine = F.cross_entropy(out.float(), y)
         (mine*256).backward()
@@ -587,7 +587,7 @@ def test_composite_trains_in_half():
     net = model_to_half(compose())
     opt, losses = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=.05, momentum=.9), []
     frozen = net.frozen.weight.detach().clone()
-    with fast_half():
+    with fp32_accumulate():
         for i in range(40):
             part = slice(32*i, 32*i + 32)
             out = net(cast({'images': x[part], 'hint': torch.zeros_like(y[part])}, H))['logits']

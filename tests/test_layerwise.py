@@ -11,9 +11,9 @@ from mpcourse.checkpoint import load_training_state, save_training_state
 from mpcourse.failures import flushed, gradients
 from mpcourse.formats import same_bits
 from mpcourse.gradscaler import GradScaler
-from mpcourse.layerwise import LayerwiseScaler, common_scale, contraction, layer_factor, ordered
+from mpcourse.layerwise import LayerwiseScaler, common_scale, fan_out_terms, layer_factor, topological_order
 from mpcourse.scaler import StaticScaler
-from mpcourse.step import GradStats, MixedStep, named_gradients, take_step
+from mpcourse.step import StepController, MixedStep, named_gradients, take_step
 from mpcourse.toys import batches, deep_sigmoid, digits, get_toy
 
 octave = st.integers(-60, 20)
@@ -47,7 +47,7 @@ def test_contraction_counts_the_terms_of_a_sum(layer, x):
     nn.init.ones_(layer.weight)
     x = torch.zeros(x, requires_grad=True)
     layer(x).sum().backward()
-    assert x.grad.max() == contraction(layer)
+    assert x.grad.max() == fan_out_terms(layer)
 
 
 @settings(max_examples=30, deadline=None)
@@ -70,7 +70,7 @@ def test_every_node_comes_after_all_that_give_to_it(name):
     xb, yb = next(batches(toy.data(), 8, 1))
     model = toy.model()
     loss = toy.loss_func(model(*xb) if isinstance(xb, tuple) else model(xb), yb)
-    nodes = ordered([loss.grad_fn])
+    nodes = topological_order([loss.grad_fn])
     place = {n: i for i, n in enumerate(nodes)}
     assert len(place) == len(nodes)
     assert all(place[n] < place[m] for n in nodes for m, _ in n.next_functions if m is not None)
@@ -412,7 +412,7 @@ def test_models_that_cannot_work():
     for names in (['1'], ['7'], ['']):
         with pytest.raises(ValueError) as e: LayerwiseScaler(names).watch(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
         assert names[0] in str(e.value)
-    with pytest.raises(ValueError): GradStats(LayerwiseScaler(['0']))
+    with pytest.raises(ValueError): StepController(LayerwiseScaler(['0']))
 
 
 def test_the_drop_in_refuses_it_and_says_what_to_take():
@@ -423,7 +423,7 @@ def test_the_drop_in_refuses_it_and_says_what_to_take():
 def test_a_gradient_of_unknown_scale_is_refused():
     model = nn.Sequential(nn.Linear(4, 4))
     opt, scaler = torch.optim.SGD(model.parameters()), LayerwiseScaler(['0'])
-    group = GradStats(scaler, model)
+    group = StepController(scaler, model)
     scaler.scale_loss(model(torch.ones(2, 4)).sum()).backward()
     with pytest.raises(ValueError, match='group 0, parameter 0'): group.unscale_(named_gradients(opt))
     group.unscale_(named_gradients(opt, model))

@@ -11,7 +11,7 @@ import fastai.callback.all  # noqa: F401, progress bar and no_bar
 from mpcourse.callback import quiet_fit, tensor_dls
 from mpcourse.checkpoint import CheckpointCB
 from mpcourse.dynamic import DynamicScaler
-from mpcourse.emulate import emulate
+from mpcourse.emulate import emulate_format
 from mpcourse.gradscaler import GradScaler
 from mpcourse.layerwise import LayerwiseScaler
 from mpcourse.learner import MonitorCB
@@ -21,7 +21,7 @@ from mpcourse.overflow import OverflowWatch
 from mpcourse.plots import log2_hist
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 
 pytestmark = pytest.mark.library
 
@@ -194,7 +194,7 @@ def test_hooks_do_not_outlive_their_owner():
     assert n_hooks(model) == 0
 
 
-@pytest.mark.parametrize('mode', [fast_half, lambda: emulate('e4m3')])
+@pytest.mark.parametrize('mode', [fp32_accumulate, lambda: emulate_format('e4m3')])
 def test_nothing_is_rounded_within_a_hook(mode):
     model, sums = small(), []
     with TensorHooks(model, lambda n, k, t: sums.append((torch.ones(300).sum()*1.01).item()), kinds=('activation', 'activation_grad', 'weight_grad')):

@@ -111,8 +111,8 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name):
 def test_held_steps_move_a_policy_of_ours_and_no_published_one_stays(name):
     sc = get_policy(name, init_scale=2.**10)
     for _ in range(20): sc.update(saw(1., finite=0.))
-    assert sc.hold == (name in ('static', 'dynamic')) and (sc.scale == 2.**10) == sc.hold
-    held = get_policy(name, init_scale=2.**10, hold=True)
+    assert sc.skip_nonfinite_loss == (name in ('static', 'dynamic')) and (sc.scale == 2.**10) == sc.skip_nonfinite_loss
+    held = get_policy(name, init_scale=2.**10, skip_nonfinite_loss=True)
     before = {n: b.clone() for n, b in buffers(held).items()}
     for _ in range(20): held.update(saw(1., finite=0.))
     assert held.held == 20 and all(same_bits(v, before[n]) for n, v in buffers(held).items() if n != 'held')

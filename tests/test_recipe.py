@@ -8,7 +8,7 @@ from mpcourse.formats import same_bits
 from mpcourse.recipe import train_fp16
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, deep_sigmoid, digits, get_toy, relu_mlp, train_toy
 
 pytestmark = pytest.mark.library
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.library
 
 def recipe(net, opt, S, steps=60, bs=128):
     master = net()
-    with fast_half(): losses = train_fp16(master, opt(master.parameters()), batches(digits(), bs, steps), F.cross_entropy, S)
+    with fp32_accumulate(): losses = train_fp16(master, opt(master.parameters()), batches(digits(), bs, steps), F.cross_entropy, S)
     return losses, master
 
 
@@ -33,7 +33,7 @@ def test_a_skipped_step_leaves_weights_and_state():
     start = relu_mlp()
     master = copy.deepcopy(start)
     opt = torch.optim.Adam(master.parameters())
-    with fast_half(): losses = train_fp16(master, opt, batches(digits(), 64, 3), F.cross_entropy, 2.**60)
+    with fp32_accumulate(): losses = train_fp16(master, opt, batches(digits(), 64, 3), F.cross_entropy, 2.**60)
     assert len(losses) == 3 and not opt.state
     assert all(same_bits(p.data, q.data) for p, q in zip(start.parameters(), master.parameters()))
 

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from mpcourse.formats import same_bits
 from mpcourse.layerwise import LayerwiseScaler
-from mpcourse.scaler import LossScaler, StaticScaler, reduce_stats, valid_scale
+from mpcourse.scaler import LossScaler, StaticScaler, reduce_stats, validate_scale
 from mpcourse.toys import batches, get_toy
 
 pytestmark = pytest.mark.library
@@ -45,7 +45,7 @@ class ALS(LossScaler):
     def __init__(self, init_scale=1., edge=2.**13, **kw): super().__init__(init_scale, edge=edge, **kw)
 
     @property
-    def wants(self): return 'found_inf', 'numel', ('above', self.edge)
+    def required_stats(self): return 'found_inf', 'numel', ('above', self.edge)
 
     def next_scale(self, stats):
         many = ~(stats['above', self.edge] <= 1e-7*stats['numel']) | (stats['found_inf'] > 0)
@@ -70,15 +70,15 @@ def same(a, b): return a.keys() == b.keys() and all(same_bits(a[k], b[k]) for k 
 
 def test_an_author_meets_ten_names_at_most():
     names = {n for n in vars(LossScaler) if n[0] != '_'} - {'get_extra_state', 'set_extra_state'} | {'scale', 'held', 'config'}
-    assert names == {'wants', 'scale', 'held', 'config', 'scale_loss', 'inv_scale', 'next_scale', 'update', 'watch', 'measured'}
+    assert names == {'required_stats', 'scale', 'held', 'config', 'scale_loss', 'inv_scale', 'next_scale', 'update', 'watch', 'measured'}
 
 
 @policies
 def test_the_arguments_make_the_policy_again(make):
-    a = make(init_scale=4., hold=False, max_scale=2.**20)
+    a = make(init_scale=4., skip_nonfinite_loss=False, max_scale=2.**20)
     b = type(a)(**a.config)
     assert b.config == a.config and same(buffers(a), buffers(b))
-    assert (a.hold, a.max_scale, a.init_scale) == (False, 2.**20, 4.)
+    assert (a.skip_nonfinite_loss, a.max_scale, a.init_scale) == (False, 2.**20, 4.)
 
 
 @policies
@@ -141,7 +141,7 @@ def test_a_scale_that_cannot_work_is_refused_with_its_value(s):
 
 @pytest.mark.parametrize('s', [3., 1000, 2.**10 + 1])
 def test_a_scale_that_is_no_power_of_two_warns_and_names_one(s):
-    with pytest.warns(UserWarning) as w: assert valid_scale(s) == s
+    with pytest.warns(UserWarning) as w: assert validate_scale(s) == s
     assert f'{2**(int(s).bit_length() - 1)}' in str(w[0].message)
 
 
@@ -209,7 +209,7 @@ def test_hold_keeps_every_buffer_where_the_loss_was_not_finite(make):
 
 @pytest.mark.parametrize('make', [Torch, InPlace, ALS])
 def test_without_hold_the_rule_decides_alone(make):
-    s = make(2.**8, hold=False)
+    s = make(2.**8, skip_nonfinite_loss=False)
     s.update(stats(found=1, loss_finite=0))
     assert s.scale == 2**7 and s.held == 0
 
@@ -264,11 +264,11 @@ def test_a_state_that_is_no_dict_is_refused():
 
 
 def test_the_arguments_travel_with_name_and_version():
-    a, b = ALS(4., edge=2.**10, hold=False), ALS()
+    a, b = ALS(4., edge=2.**10, skip_nonfinite_loss=False), ALS()
     about = a.state_dict()['_extra_state']
     assert about['policy'] == 'ALS' and about['version'] == 1 and about['config']['edge'] == 2**10
     b.load_state_dict(a.state_dict())
-    assert b.edge == 2**10 and ('above', 2.**10) in b.wants and b.hold is False and b.scale == 4
+    assert b.edge == 2**10 and ('above', 2.**10) in b.required_stats and b.skip_nonfinite_loss is False and b.scale == 4
 
 
 def test_a_model_without_a_scalers_state_loads_where_it_is_not_strict():
@@ -343,10 +343,10 @@ def test_a_policy_is_written_from_contributings_paragraph():
     "Three names are enough, and the paragraph has them"
     text = (ROOT/'CONTRIBUTING.md').read_text(encoding='utf-8')
     paragraph = re.search(r'## Add a loss scaler\n\n(.+?)\n\n##', text, re.S)[1]
-    assert '\n' not in paragraph.strip() and {'LossScaler', 'wants', 'next_scale'} <= set(re.findall(r'\w+', paragraph))
+    assert '\n' not in paragraph.strip() and {'LossScaler', 'required_stats', 'next_scale'} <= set(re.findall(r'\w+', paragraph))
 
     class LogMax(LossScaler):
-        wants = 'found_inf', 'amax'
+        required_stats = 'found_inf', 'amax'
 
         def __init__(self, init_scale=2.**10, target=2.**12, **config): super().__init__(init_scale, target=target, **config)
 

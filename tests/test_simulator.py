@@ -11,9 +11,9 @@ from mpcourse.plots import log2_hist
 from mpcourse.policies import POLICIES, RULES, follow_rule, get_policy
 from mpcourse.rounding import quantize
 from mpcourse.scaler import StaticScaler
-from mpcourse.simulator import (Recording, lognormal, flush_share, fresh, from_hists, hard_batches, load_trace, named_policies,
-                                observe, overflows, plot_result, random_storm, record_trace, replay, thresholds, save_trace, from_bits, corrupt, storm_of)
-from mpcourse.step import GradStats, MixedStep
+from mpcourse.simulator import (Recording, lognormal, flush_share, fresh, trace_from_hists, overflow_burst, load_trace, named_policies,
+                                observe, overflows, plot_result, random_burst, record_trace, replay, thresholds, save_trace, trace_from_bits, corrupt, burst_of)
+from mpcourse.step import StepController, MixedStep
 from mpcourse.toys import plain_step, train_toy
 
 pytestmark = pytest.mark.library
@@ -25,7 +25,7 @@ def normal(n=2000, octave=-12., spread=5., seed=0):
     return (g[:, 0].sign()*2.**(octave + spread*g[:, 1])).float()
 
 
-def trace_of(g, name='one'): return from_hists(name, [g.abs().max().item()], [log2_hist(g)])
+def trace_of(g, name='one'): return trace_from_hists(name, [g.abs().max().item()], [log2_hist(g)])
 
 
 # --- what a trace knows ---
@@ -61,7 +61,7 @@ def test_between_powers_of_two_it_interpolates(k, seed):
 
 
 def test_overflow_does_not_know_infinity_or_nan():
-    t = from_hists('t', [1., INF, NAN, 0.], [log2_hist(torch.ones(2))]*4)
+    t = trace_from_hists('t', [1., INF, NAN, 0.], [log2_hist(torch.ones(2))]*4)
     assert t.bad.tolist() == [False, True, True, False]
     for s in (2.**-24, 1., 2.**15): assert overflows(t, s).tolist() == [False, True, True, False]
     assert overflows(t, 0.).tolist() == [False, True, True, False]                 # 0·inf is no number either
@@ -70,7 +70,7 @@ def test_overflow_does_not_know_infinity_or_nan():
 
 
 def test_shares_of_many_policies_at_once():
-    t, s = from_bits('0010'), 2.**torch.tensor([[10., 0., 0., -5.], [3., 3., 2., 1.]]).double()
+    t, s = trace_from_bits('0010'), 2.**torch.tensor([[10., 0., 0., -5.], [3., 3., 2., 1.]]).double()
     both = flush_share(t, s)
     for row,scale in zip(both, s): assert torch.equal(row.nan_to_num(-1), flush_share(t, scale).nan_to_num(-1))
 
@@ -79,7 +79,7 @@ def test_shares_of_many_policies_at_once():
 
 def curious(*wants):
     class Curious(StaticScaler): pass
-    Curious.wants = 'found_inf', *wants
+    Curious.required_stats = 'found_inf', *wants
     return Curious
 
 
@@ -91,7 +91,7 @@ def test_observe_is_what_unscale_sees(broken, k):
     one, C = trace_of(g), curious('numel', 'amax', ('above', 2.**-6), ('above', 2.**13), ('above', 2.**20))
     scaled = (g*2.**k).half()
     # FP16's own largest number is below 2^20, so the last edge counts infinities
-    seen = GradStats(C(2.**k))
+    seen = StepController(C(2.**k))
     seen.unscale_([('a', scaled[:100], scaled[:100].float()), ('b', scaled[100:], scaled[100:].float())])
     want, got = dict(seen.stats), observe(one, 0, C(2.**k))
     assert got.pop('loss_finite') == (broken is None) and got.keys() == want.keys()
@@ -103,7 +103,7 @@ def test_observe_is_what_unscale_sees(broken, k):
 
 
 def test_the_scale_of_the_moment_decides():
-    t, s = from_bits('010', factor=2.**10), StaticScaler(2.**16)
+    t, s = trace_from_bits('010', factor=2.**10), StaticScaler(2.**16)
     assert [observe(t, i, s)['found_inf'].item() for i in range(3)] == [0, 1, 0]
     s.scale.div_(2**8)
     assert [observe(t, i, s)['found_inf'].item() for i in range(3)] == [0, 0, 0]
@@ -112,35 +112,35 @@ def test_the_scale_of_the_moment_decides():
 
 def test_what_a_trace_cannot_tell():
     with pytest.raises(ValueError, match="cannot tell 'activations'"):
-        observe(from_bits('0'), 0, curious('activations')(1.))
+        observe(trace_from_bits('0'), 0, curious('activations')(1.))
 
 
 # --- storms ---
 
 def test_hard_batches():
-    t = hard_batches(3, at=4, after=2)
+    t = overflow_burst(3, at=4, after=2)
     assert len(t) == 9 and t.bad.tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0] and overflows(t, 2.**-24).equal(t.bad)
-    assert len(hard_batches(0, 5, 5)) == 10 and not hard_batches(0, 5, 5).bad.any()
-    with pytest.raises(ValueError, match='none can be negative'): hard_batches(-1)
+    assert len(overflow_burst(0, 5, 5)) == 10 and not overflow_burst(0, 5, 5).bad.any()
+    with pytest.raises(ValueError, match='none can be negative'): overflow_burst(-1)
 
 
 def test_random_storm():
-    a, b, c = random_storm(.1, 4000, 0), random_storm(.1, 4000, 0), random_storm(.1, 4000, 1)
+    a, b, c = random_burst(.1, 4000, 0), random_burst(.1, 4000, 0), random_burst(.1, 4000, 1)
     assert torch.equal(a.bad, b.bad) and not torch.equal(a.bad, c.bad)
     assert all(abs(x.bad.double().mean().item() - .1) < .02 for x in (a, c))
-    for rate in (-.1, 1.1): pytest.raises(ValueError, random_storm, rate)
+    for rate in (-.1, 1.1): pytest.raises(ValueError, random_burst, rate)
 
 
 def test_from_bits():
-    assert from_bits('01 1\n0').bad.tolist() == [False, True, True, False]
+    assert trace_from_bits('01 1\n0').bad.tolist() == [False, True, True, False]
     for bits in ('', '  ', '012', 'yes'):
-        with pytest.raises(ValueError, match='is not a script'): from_bits(bits)
+        with pytest.raises(ValueError, match='is not a script'): trace_from_bits(bits)
 
 
 @pytest.mark.parametrize('factor', [2.**10, 2.**-7, 1.])
 def test_a_finite_factor_moves_whole_octaves(factor):
     g = torch.cat([normal(300), torch.zeros(5)])
-    t, want = from_bits('01', like=g, factor=factor), trace_of(g*factor)
+    t, want = trace_from_bits('01', like=g, factor=factor), trace_of(g*factor)
     assert t.amax.tolist() == [g.abs().max().item(), g.abs().max().item()*factor]
     for k in range(-30, 30, 7): assert flush_share(t, 2.**k)[1] == flush_share(want, 2.**k)[0]
     assert t.zeros.tolist() == [5, 5]
@@ -148,22 +148,22 @@ def test_a_finite_factor_moves_whole_octaves(factor):
 
 @pytest.mark.parametrize('factor', [3., 0., -2., 1.5])
 def test_other_factors_are_refused(factor):
-    with pytest.raises(ValueError, match='power of two, inf or nan'): from_bits('01', factor=factor)
+    with pytest.raises(ValueError, match='power of two, inf or nan'): trace_from_bits('01', factor=factor)
 
 
 def test_a_batch_beyond_any_scale_tells_nothing():
-    t = from_bits('010', like=torch.tensor([1., 0., .5]))
+    t = trace_from_bits('010', like=torch.tensor([1., 0., .5]))
     assert t.broken[t.kind].tolist() == [0, 3, 0] and t.counts.sum(1)[t.kind].tolist() == [2, 0, 2]
-    assert from_bits('1', factor=NAN).amax.isnan().all()
+    assert trace_from_bits('1', factor=NAN).amax.isnan().all()
 
 
 def test_weather_recorded_and_repeated():
-    calm = from_hists('two', [1., 4.], [log2_hist(torch.tensor([1.])), log2_hist(torch.tensor([4., 2.**-30]))])
-    t = storm_of([0, 0, 0, 1, 0], like=calm)
+    calm = trace_from_hists('two', [1., 4.], [log2_hist(torch.tensor([1.])), log2_hist(torch.tensor([4., 2.**-30]))])
+    t = burst_of([0, 0, 0, 1, 0], like=calm)
     assert t.amax.tolist() == [1, 4, 1, INF, 1]
     assert [flush_share(t, 1.)[i].item() for i in (0, 1, 2)] == [0, .5, 0]
-    with pytest.raises(ValueError, match='finite gradients'): from_bits('0', like=torch.tensor([INF]))
-    with pytest.raises(ValueError, match='no steps'): storm_of([])
+    with pytest.raises(ValueError, match='finite gradients'): trace_from_bits('0', like=torch.tensor([INF]))
+    with pytest.raises(ValueError, match='no steps'): burst_of([])
 
 
 def test_the_log_normal():
@@ -171,7 +171,7 @@ def test_the_log_normal():
     assert abs(g.mean().item() + 20) < 1e-3 and abs(g.std().item() - 4) < .01 and torch.equal(g, lognormal(-20., 4., 9999).log2())
 
 
-@pytest.mark.parametrize('make', [hard_batches, partial(from_bits, '0110', factor=2.**5), partial(random_storm, .1, 50, factor=NAN),
+@pytest.mark.parametrize('make', [overflow_burst, partial(trace_from_bits, '0110', factor=2.**5), partial(random_burst, .1, 50, factor=NAN),
                                   partial(record_trace, 'relu_mlp', steps=4)])
 def test_traces_are_saved_whole(make, tmp_path):
     t = make(); save_trace(t, tmp_path/'t.json'); u = load_trace(tmp_path/'t.json')
@@ -182,7 +182,7 @@ def test_traces_are_saved_whole(make, tmp_path):
 
 @pytest.mark.parametrize('spoiled', ['', '[]', '{}', '{"trace": 2}', 'drop amax', 'drop kind', 'short bad', 'far kind', 'word'])
 def test_files_that_are_no_trace(spoiled, tmp_path):
-    f = tmp_path/'t.json'; save_trace(from_bits('010'), f); doc = json.loads(f.read_text())
+    f = tmp_path/'t.json'; save_trace(trace_from_bits('010'), f); doc = json.loads(f.read_text())
     if spoiled.startswith('drop'): del doc[spoiled[5:]]
     elif spoiled == 'short bad': doc['bad'].pop()
     elif spoiled == 'far kind': doc['kind'][0] = 9
@@ -227,7 +227,7 @@ def by_hand(scaler, trace):
 @pytest.mark.parametrize('factor', [INF, 2.**14])
 @pytest.mark.parametrize('name', POLICIES)
 def test_replay_is_the_plain_loop(name, factor):
-    trace = random_storm(.05, 400, seed=3, factor=factor)
+    trace = random_burst(.05, 400, seed=3, factor=factor)
     scaler = fresh(name, 2.**16)
     flight, start = replay(scaler, trace), scaler.scale.clone()
     assert flight.scales[0].tolist() == by_hand(scaler, trace)
@@ -237,7 +237,7 @@ def test_replay_is_the_plain_loop(name, factor):
 
 @pytest.mark.parametrize('name', [n for n in RULES if n != 'logmax'])
 def test_a_name_replays_the_published_rule(name):
-    trace = random_storm(.02, 300, seed=1)
+    trace = random_burst(.02, 300, seed=1)
     flight = replay(name, trace, 2.**20)
     n = int(flight.stopped[name].split(':')[0].split()[1]) if flight.stopped else len(trace)
     assert flight.scales[0, 1:n + 1].tolist() == follow_rule(name, trace.bad[:n].int().tolist(), dict(scale=2.**20))
@@ -246,13 +246,13 @@ def test_a_name_replays_the_published_rule(name):
 
 class ByCount(StaticScaler):
     "A policy of the kind that is to come: it looks at counts above an edge, and never waits for an overflow"
-    wants = 'found_inf', 'numel', ('above', 2.**13)
+    required_stats = 'found_inf', 'numel', ('above', 2.**13)
     def next_scale(self, stats): return self.scale*torch.where(stats['above', 2.**13] > 1e-3*stats['numel'], .5, 2.)
 
 
 @pytest.mark.parametrize('like', [None, torch.tensor([2.**-9, 3e-6, 2.**-12])])
 def test_a_policy_that_wants_counts_sees_them_anew_at_each_scale(like):
-    trace = random_storm(.1, 150, like=like, factor=2.**8)
+    trace = random_burst(.1, 150, like=like, factor=2.**8)
     f = replay(ByCount(1.), trace)
     assert f.scales[0].tolist() == by_hand(ByCount(1.), trace)
     assert 2**10 < f.scales[0, 50:].median() < 2**26 and f.scales[0, 50:].unique().numel() >= 3
@@ -260,24 +260,24 @@ def test_a_policy_that_wants_counts_sees_them_anew_at_each_scale(like):
 
 def test_golden_torch():
     "FACTS: init 2, interval 3, an overflow at step 4"
-    f = replay(DynamicScaler(2., growth_interval=3, hold=False), from_bits('0000100000', like=torch.tensor([2.**-20])))
+    f = replay(DynamicScaler(2., growth_interval=3, skip_nonfinite_loss=False), trace_from_bits('0000100000', like=torch.tensor([2.**-20])))
     assert f.scales[0, 1:].tolist() == [2, 2, 4, 4, 2, 2, 2, 4, 4, 4]
 
 
 def test_the_story_of_ten_hard_batches():
-    ends = replay(['torch', 'megatron', 'metaseq', 'fastai', 'fairseq'], hard_batches(), start=2.**16).table()['end']
+    ends = replay(['torch', 'megatron', 'metaseq', 'fastai', 'fairseq'], overflow_burst(), start=2.**16).table()['end']
     assert ends.to_dict() == dict(torch=6, megatron=7, metaseq=16, fastai=7, fairseq=6)
-    at_once = replay(['torch', 'metaseq', 'fastai'], hard_batches(at=0), start=2.**16).table()['end']
+    at_once = replay(['torch', 'metaseq', 'fastai'], overflow_burst(at=0), start=2.**16).table()['end']
     assert at_once.to_dict() == dict(torch=6, metaseq=15, fastai=6)
 
 
 def test_a_scale_that_overflows_falls_until_it_fits():
-    f = replay(DynamicScaler(2.**20), from_bits('0'*30, like=torch.tensor([1.])))
+    f = replay(DynamicScaler(2.**20), trace_from_bits('0'*30, like=torch.tensor([1.])))
     assert f.scales[0, -1] == 2**15 and f.skipped[0].tolist() == [True]*5 + [False]*25
 
 
 def test_a_policy_that_gives_up():
-    f = replay({'brave': 'deepspeed', 'calm': get_policy('deepspeed')}, from_bits('0111100'), start=2.)
+    f = replay({'brave': 'deepspeed', 'calm': get_policy('deepspeed')}, trace_from_bits('0111100'), start=2.)
     assert list(f.stopped) == ['brave'] and f.stopped['brave'].startswith('step 3: ')
     assert f.scales[0].tolist()[:4] == [2, 2, 2, 1] and f.scales[0, 4:].isnan().all() and f.scales[1, -1] == 1
     t = f.table()
@@ -285,7 +285,7 @@ def test_a_policy_that_gives_up():
 
 
 def test_a_rule_without_a_floor_sinks_and_a_scaler_stays_at_its_own():
-    f = replay({'rule': 'torch', 'scaler': get_policy('torch'), 'ours': DynamicScaler(hold=False), 'hold': DynamicScaler()}, from_bits('1'*200 + '0'*10))
+    f = replay({'rule': 'torch', 'scaler': get_policy('torch'), 'ours': DynamicScaler(skip_nonfinite_loss=False), 'hold': DynamicScaler()}, trace_from_bits('1'*200 + '0'*10))
     assert f.scales[:, -1].log2().tolist() == [16 - 200, -126, 0, 16]
     assert f.flushed[:2, -1].tolist() == [1, 1] and not f.skipped[2:, 200:].any()
 
@@ -299,7 +299,7 @@ def test_metaseqs_way_back():
     "Its window doubles, and the count goes on from the last overflow"
     for octaves, window, want in ((10, 1, 512), (3, 100, 400), (1, 256, 256), (0, 1000, 0), (4, 3, 24)):
         policy = get_policy('metaseq', init_scale=2.**12, growth_interval=window*2**octaves)
-        scales = replay(policy, hard_batches(octaves, at=0, after=600))['metaseq']
+        scales = replay(policy, overflow_burst(octaves, at=0, after=600))['metaseq']
         assert (scales[octaves:] < 2.**12).sum() == want and scales[octaves] == 2.**(12 - octaves)
 
 
@@ -309,33 +309,33 @@ def test_names_of_policies():
     assert list(named_policies('torch')) == ['torch'] and list(named_policies({'mine': d})) == ['mine']
     assert list(named_policies()) == list(RULES)
     with pytest.raises(ValueError, match='No policy was given'): named_policies([])
-    with pytest.raises(ValueError, match='nobody'): replay('nobody', from_bits('0'))
-    with pytest.raises(ValueError): replay('torch', from_bits('0'), start=0.)
-    with pytest.raises(ValueError): replay('torch', from_bits('0'))['megatron']
+    with pytest.raises(ValueError, match='nobody'): replay('nobody', trace_from_bits('0'))
+    with pytest.raises(ValueError): replay('torch', trace_from_bits('0'), start=0.)
+    with pytest.raises(ValueError): replay('torch', trace_from_bits('0'))['megatron']
 
 
 def test_start_is_the_same_for_all():
-    f = replay(None, from_bits('00'), start=2.**10)
+    f = replay(None, trace_from_bits('00'), start=2.**10)
     assert set(f.scales[:, 0].tolist()) == {2.**10}
-    assert replay('torch', from_bits('00')).scales[0, 0] == get_policy('torch').scale
+    assert replay('torch', trace_from_bits('00')).scales[0, 0] == get_policy('torch').scale
     assert fresh('logmax', 2.**20).scale == 2.**14 and fresh(DynamicScaler(min_scale=8.), 2.).scale == 8
 
 
 @pytest.mark.parametrize('name', POLICIES)
 def test_every_scaler_survives_a_long_storm(name):
-    f = replay(get_policy(name), from_bits('1'*3000))
+    f = replay(get_policy(name), trace_from_bits('1'*3000))
     assert (f.scales >= 2.**-126).all() and f.scales.isfinite().all()
 
 
 def test_plot():
     import matplotlib.pyplot as plt
-    f = replay(['torch', 'metaseq'], hard_batches(3, 5, 100), start=2.**16)
+    f = replay(['torch', 'metaseq'], overflow_burst(3, 5, 100), start=2.**16)
     ax = plot_result(f)
     assert [t.get_text() for t in ax.texts] == ['torch', 'metaseq'] and ax.get_legend() is None
     assert len(ax.lines) == 3 and ax.lines[2].get_xdata().tolist() == [5, 6, 7]
-    twins = plot_result(replay({'a': 'torch', 'b': 'torch'}, from_bits('010')))
+    twins = plot_result(replay({'a': 'torch', 'b': 'torch'}, trace_from_bits('010')))
     assert [t.get_text() for t in twins.texts] == ['a, b']
-    quitter = plot_result(replay('deepspeed', from_bits('1'*40)))
+    quitter = plot_result(replay('deepspeed', trace_from_bits('1'*40)))
     assert [t.get_text() for t in quitter.texts] == ['deepspeed (gave up)']
     assert len(plot_result(f, 'flushed', names=['torch']).lines) == 2
     with pytest.raises(ValueError, match="no 'loss' to plot: take scales or flushed"): plot_result(f, 'loss')
@@ -345,7 +345,7 @@ def test_plot():
 
 def test_names_stand_beside_their_lines_and_apart():
     import matplotlib.pyplot as plt
-    f = replay(None, random_storm(.01, 2000), start=2.**16)
+    f = replay(None, random_burst(.01, 2000), start=2.**16)
     ax = plot_result(f)
     ys = [t.get_position()[1] for t in ax.texts]
     assert len(ys) > 6 and max(ys) <= 1 and all(b - a > .06 for a, b in zip(ys, ys[1:]))

@@ -11,8 +11,8 @@ from test_scaler import ALS, InPlace, Torch
 from mpcourse.formats import same_bits
 from mpcourse.recipe import train_fp16
 from mpcourse.scaler import StaticScaler
-from mpcourse.step import GradStats, MixedStep, StepOutcome, grad_statistic, named_gradients, take_step, unscale_
-from mpcourse.tensorcore import fast_half
+from mpcourse.step import StepController, MixedStep, StepOutcome, grad_statistic, named_gradients, take_step, unscale_
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, get_toy, train_toy
 
 pytestmark = pytest.mark.library
@@ -45,7 +45,7 @@ def one(*grads, masters=None): return [(f'p{i}', g, g if masters is None else ma
 
 def judge(named, scaler):
     "What a step does after its backward pass"
-    stats = GradStats(scaler)
+    stats = StepController(scaler)
     stats.unscale_(named)
     return stats.decide()
 
@@ -139,7 +139,7 @@ def test_sparse_gradients_are_refused_by_name_and_nothing_is_touched():
 
 def test_no_gradient_at_all_is_refused():
     for named in ([], [('w', None, None)]):
-        with pytest.raises(ValueError, match='No parameter has a gradient'): GradStats(StaticScaler()).unscale_(named)
+        with pytest.raises(ValueError, match='No parameter has a gradient'): StepController(StaticScaler()).unscale_(named)
     assert unscale_([('a', None, None), *one(torch.ones(2))], StaticScaler(2.)) == 0
 
 
@@ -154,7 +154,7 @@ def test_many_dtypes_in_one_call():
 # --- statistics ---
 
 class Curious(StaticScaler):
-    wants, seen = ('found_inf', 'numel', 'amax', ('above', 8.)), None
+    required_stats, seen = ('found_inf', 'numel', 'amax', ('above', 8.)), None
     def next_scale(self, stats):
         self.seen = {k: v.item() for k, v in stats.items()}
         return self.scale
@@ -168,7 +168,7 @@ def test_what_a_policy_wants_is_counted_on_scaled_gradients():
 
 def test_statistics_of_two_optimizers_add_up_and_of_maxima_the_larger_stays():
     s = Curious(1.)
-    stats = GradStats(s)
+    stats = StepController(s)
     for g in ([1., 9.], [30., 2., 8.], [torch.nan]): stats.unscale_(one(torch.tensor(g)))
     assert stats.stats['amax'].isnan()
     stats.reset()
@@ -187,10 +187,10 @@ def test_a_largest_value_that_is_not_finite_is_not_lost(bad): assert not grad_st
 
 
 def test_what_nobody_counts_and_what_nobody_watches_is_said():
-    class Median(StaticScaler): wants = 'found_inf', 'median'
+    class Median(StaticScaler): required_stats = 'found_inf', 'median'
     with pytest.raises(ValueError) as e: judge(one(torch.ones(1)), Median())
     assert 'median' in str(e.value)
-    with pytest.raises(TypeError): GradStats()
+    with pytest.raises(TypeError): StepController()
 
 
 # --- a skipped step ---
@@ -273,11 +273,11 @@ def test_an_outcome_looks_once_names_parameters_and_says_why(looks):
     assert out.stepped is False and out.nonfinite == ('0.bias', '3.weight') and out.grads is None
     looks.clear()
     assert out.stepped is False and not looks
-    assert all(word in out.why for word in ('skipped', '8', '0.bias, 3.weight', '4'))
+    assert all(word in out.message for word in ('skipped', '8', '0.bias, 3.weight', '4'))
     ok = judge(one(torch.ones(3)), StaticScaler(8.))
-    assert ok.stepped is True and ok.nonfinite == () and 'taken' in ok.why
-    assert 'p0, p1, p2 …' in judge(one(*[torch.tensor([torch.nan])]*5), StaticScaler(2.)).why
-    assert 'elsewhere' in StepOutcome(torch.tensor(1.), torch.tensor(1.), torch.tensor(1.), torch.tensor(0)).why
+    assert ok.stepped is True and ok.nonfinite == () and 'taken' in ok.message
+    assert 'p0, p1, p2 …' in judge(one(*[torch.tensor([torch.nan])]*5), StaticScaler(2.)).message
+    assert 'elsewhere' in StepOutcome(torch.tensor(1.), torch.tensor(1.), torch.tensor(1.), torch.tensor(0)).message
 
 
 @pytest.mark.parametrize('rule', [Torch, InPlace])
@@ -319,9 +319,9 @@ def test_bad_batches_move_neither_scale_nor_counters():
 
 
 def test_without_hold_they_do():
-    out, _, step = bad_training(Torch(2.**11, hold=False), range(2, 45), 50)
+    out, _, step = bad_training(Torch(2.**11, skip_nonfinite_loss=False), range(2, 45), 50)
     assert out[-1][0] < 2**11 and [h for *_, h in out] == [0]*50 and out[20][1]
-    assert 'the loss' not in step.outcome.why
+    assert 'the loss' not in step.outcome.message
 
 
 def test_an_overflow_in_the_gradients_alone_is_not_held():
@@ -334,7 +334,7 @@ def test_a_loss_that_is_infinite_is_held_where_its_gradients_are_finite():
     step, opt = MixedStep(Torch(2.**6)), torch.optim.SGD(net.parameters(), lr=.1)
     was = copy.deepcopy(net.state_dict())
     r = step(net, x, y, opt, lambda p, t: F.cross_entropy(p, t) + torch.inf)
-    assert r['skipped'] and step.outcome.nonfinite == () and 'loss' in step.outcome.why
+    assert r['skipped'] and step.outcome.nonfinite == () and 'loss' in step.outcome.message
     assert all(same_bits(v, was[k]) for k, v in net.state_dict().items()) and step.scaler.scale == 2**6
 
 
@@ -373,7 +373,7 @@ def test_it_is_the_recipe(fused):
     toy, losses, nets = get_toy('deep_sigmoid'), [], [get_toy('deep_sigmoid').model() for _ in range(2)]
     opts = [torch.optim.Adam(n.parameters(), lr=6e-3, fused=fused) for n in nets]
     data = list(batches(toy.data(), 64, 40))
-    with fast_half(): want = train_fp16(nets[0], opts[0], data, F.cross_entropy, 2.**20)
+    with fp32_accumulate(): want = train_fp16(nets[0], opts[0], data, F.cross_entropy, 2.**20)
     step = MixedStep(StaticScaler(2.**20))
     for x, y in data: losses.append(step(nets[1], x, y, opts[1], F.cross_entropy)['loss'].item())
     assert losses == want and all(same_bits(p.data, q.data) for p, q in zip(*(n.parameters() for n in nets)))
@@ -388,7 +388,7 @@ def test_it_is_torchs_gradscaler_at_a_constant_scale(s):
     scaler = torch.amp.GradScaler('cpu', init_scale=s, growth_factor=1.0000001, backoff_factor=.5, growth_interval=10**6)
     for x, y in batches(toy.data(), 64, 30):
         r = step(ours, x, y, opts[0], toy.loss_func)
-        with fast_half():
+        with fp32_accumulate():
             with torch.autocast('cpu', H): loss = toy.loss_func(theirs(x), y)
             opts[1].zero_grad()
             scaler.scale(loss).backward()
@@ -404,7 +404,7 @@ def test_it_trains_with_a_moving_scale_as_torchs():
     scaler, seen = torch.amp.GradScaler('cpu', init_scale=2.**24, growth_interval=7), []
     for x, y in batches(toy.data(), 64, 60):
         step(ours, x, y, opts[0], toy.loss_func)
-        with fast_half():
+        with fp32_accumulate():
             with torch.autocast('cpu', H): loss = toy.loss_func(theirs(x), y)
             opts[1].zero_grad()
             scaler.scale(loss).backward()
@@ -454,7 +454,7 @@ def test_clipping_spreads_no_blame(name):
     opt, step = OPTS[name](list(net.parameters())), MixedStep(StaticScaler(2.**6), clip=1.)
     net[0].weight.register_hook(lambda g: g.index_fill(0, torch.tensor(0), torch.nan))
     assert step(net, x, y, opt, F.cross_entropy)['skipped']
-    assert step.outcome.nonfinite == ('0.weight',) and 'gradient of 0.weight was' in step.outcome.why
+    assert step.outcome.nonfinite == ('0.weight',) and 'gradient of 0.weight was' in step.outcome.message
 
 
 @pytest.mark.parametrize('clip', [.01, 100.])
@@ -552,14 +552,14 @@ Pair = namedtuple('Pair', 'a b')
 
 @pytest.mark.parametrize('form', [tuple, list, lambda ab: dict(zip('ab', ab)), lambda ab: UserDict(zip('ab', ab)), lambda ab: Pair(*ab)], ids=['tuple', 'list', 'dict', 'mapping', 'named'])
 def test_batches_as_loaders_give_them(form):
-    from mpcourse.advise import advise
+    from mpcourse.advise import advise_schemes
     from mpcourse.overflow import find_overflow
     net, ab, y = Sum(), torch.randn(2, 3, 8), torch.randn(3, 1)
     xb = form(list(ab))
     step = MixedStep(StaticScaler.measured(net, [xb, y], mse))
     step(net, xb, y, sgd(net), mse)
     assert step.outcome.stepped and find_overflow(net, [xb, y], mse) is None
-    assert advise(net, sgd(net), mse, [[xb, y]]*3, steps=3, schemes=('BF16',)).verdicts['BF16'][0] == 'yes'
+    assert advise_schemes(net, sgd(net), mse, [[xb, y]]*3, steps=3, schemes=('BF16',)).verdicts['BF16'][0] == 'yes'
 
 
 def test_a_packed_sequence_stays_whole():
@@ -718,7 +718,7 @@ def test_a_rank_may_decide_for_itself(ranks):
 from test_scaler import Torch
 from mpcourse.step import *
 alone = [dist.new_group([r]) for r in range(2)][rank]
-stats = GradStats(Torch(2.**8), group=alone)
+stats = StepController(Torch(2.**8), group=alone)
 g = torch.tensor([[1., torch.inf][rank]])
 stats.unscale_([('w', g, g)])
 torch.save(stats.decide().stepped, f'{folder}/{rank}.pt')
@@ -736,7 +736,7 @@ from test_scaler import ALS
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import *
 class Curious(StaticScaler):
-    wants = 'found_inf', 'numel', 'amax', ('above', .5)
+    required_stats = 'found_inf', 'numel', 'amax', ('above', .5)
     def next_scale(self, stats):
         self.seen = {str(k): v.item() for k, v in stats.items()}
         return self.scale
@@ -746,7 +746,7 @@ for fused in (False, True):
     net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
     fully_shard(net, mesh=init_device_mesh('cpu', (2,)))
     opt, scaler = torch.optim.AdamW(net.parameters(), lr=.1, fused=fused), Curious(8.)
-    stats = GradStats(scaler)
+    stats = StepController(scaler)
     for i in range(3):
         (net(torch.ones(3, 4)).square().mean()*8).backward()
         if i == 1 and rank == 0: net[0].weight.grad.to_local()[0] = torch.inf

@@ -8,7 +8,7 @@ from conftest import ROOT, each
 from mpcourse import toys
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.zoo import Study, study
 from mpcourse.unit import unit_cross_entropy
 
@@ -276,7 +276,7 @@ def test_a_run_in_all_half_is_one():
 def test_zeros_of_fp32_do_not_count():
     "Rows of the embedding for characters that did not occur are zero in FP32, too"
     found, model = {}, CharModel('RNN', context=32)
-    step = study('unit_sweep').module.counting(fast_half()(toys.half_pass(torch.float16)), 0, found)
+    step = study('unit_sweep').module.counting(fp32_accumulate()(toys.half_pass(torch.float16)), 0, found)
     step(model, torch.randint(10, (16, 32)), torch.randint(10, (16, 32)), torch.optim.SGD(model.parameters(), .0), unit_cross_entropy)
     z = found['weight_grad']
     assert z.structural > 80*64 and z.share < .01 and z.total == sum(p.numel() for p in model.parameters())
@@ -289,7 +289,7 @@ def test_counting_changes_no_result():
     def run(start):
         torch.manual_seed(0)
         model, found = CharModel(context=32), {}
-        step = study('unit_sweep').module.counting(fast_half()(toys.half_pass(torch.float16)), start, found)
+        step = study('unit_sweep').module.counting(fp32_accumulate()(toys.half_pass(torch.float16)), start, found)
         hist = toys.fit(model, toys.batches(toys.char_text(32), 4, 4), torch.optim.Adam(model.parameters(), .01), unit_cross_entropy, step)
         return hist['loss'], bool(found)
     (a, none), (b, some) = run(4), run(1)

@@ -6,7 +6,7 @@ import pytest, torch
 from torch import nn
 
 from mpcourse.fourbits import FP4_RECIPES, nvfp4_scale
-from mpcourse.fp8 import RECIPES, Cast, e8m0_floor, e8m0_up, fp8_linear, simulate_fp8
+from mpcourse.fp8 import RECIPES, CastConfig, e8m0_floor, e8m0_ceil, fp8_linear, simulate_fp8
 from mpcourse.formats import same_bits
 
 logging.disable(logging.WARNING)        # kernels for GPUs that torchao cannot load
@@ -33,9 +33,9 @@ def nvfp4(t):
 
 
 E4M3, E2M1 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
-CASTS = {'E4M3, up': (Cast('e4m3', (1, 32), e8m0_up), mx(E4M3, Mode.RCEIL)), 'E4M3, floor': (Cast('e4m3', (1, 32), e8m0_floor), mx(E4M3, Mode.FLOOR)),
-         'E2M1, up': (Cast('e2m1', (1, 32), e8m0_up), mx(E2M1, Mode.RCEIL)), 'E2M1, floor': (Cast('e2m1', (1, 32), e8m0_floor), mx(E2M1, Mode.FLOOR)),
-         'NVFP4': (Cast('e2m1', (1, 16), nvfp4_scale), nvfp4)}
+CASTS = {'E4M3, up': (CastConfig('e4m3', (1, 32), e8m0_ceil), mx(E4M3, Mode.RCEIL)), 'E4M3, floor': (CastConfig('e4m3', (1, 32), e8m0_floor), mx(E4M3, Mode.FLOOR)),
+         'E2M1, up': (CastConfig('e2m1', (1, 32), e8m0_ceil), mx(E2M1, Mode.RCEIL)), 'E2M1, floor': (CastConfig('e2m1', (1, 32), e8m0_floor), mx(E2M1, Mode.FLOOR)),
+         'NVFP4': (CastConfig('e2m1', (1, 16), nvfp4_scale), nvfp4)}
 
 
 @pytest.mark.parametrize('size', [2.**-40, 2.**-20, 1., 2.**20, 2.**40])

@@ -5,7 +5,7 @@ from functools import partial
 import pytest, torch, torch.nn as nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 
-from mpcourse.emulate import emulate, exact_loss
+from mpcourse.emulate import emulate_format, exact_loss
 from mpcourse.failures import flushed
 from mpcourse.monitor import TensorCollector, TensorHooks
 from mpcourse.plots import log2_hist
@@ -78,7 +78,7 @@ def test_probe_leaves_no_trace(half):
 
 
 def test_probe_inside_a_step():
-    "Within autocast and fast_half, and after an error"
+    "Within autocast and fp32_accumulate, and after an error"
     net, batch = sig8()
     want, found, bad = probe_of(net, batch), [], []
     def broken(*a): raise RuntimeError('broken loss')
@@ -95,7 +95,7 @@ def test_probe_inside_a_step():
 
 def test_probe_in_other_formats_and_bad_input():
     net, batch = sig8()
-    e4 = probe_flushed(net, batch, partial(exact_loss, cross_entropy), None, compute=lambda: emulate('e4m3'), kinds='weight_grad')
+    e4 = probe_flushed(net, batch, partial(exact_loss, cross_entropy), None, compute=lambda: emulate_format('e4m3'), kinds='weight_grad')
     bf = probe_flushed(net, batch, cross_entropy, B, kinds='weight_grad')
     assert e4['1.weight', 'weight_grad'].share == 1 and bf['1.weight', 'weight_grad'].share < .01
     assert list(probe_flushed(net, batch, cross_entropy, kinds='weight_grad', names='3.*')) == [('3.weight', 'weight_grad'), ('3.bias', 'weight_grad')]

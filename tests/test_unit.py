@@ -6,11 +6,11 @@ import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from conftest import each
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpcourse.emulate import emulate
-from mpcourse.tensorcore import PRODUCTS, fast_half
+from mpcourse.emulate import emulate_format
+from mpcourse.tensorcore import PRODUCTS, fp32_accumulate
 from mpcourse.formats import same_bits
 from mpcourse.unit import (CONSTRAINTS, ELEMENTWISE, assert_true_directions, assert_unit_scaled, attention_factors, constrain, elementwise_factors,
-                           gradient_cosines, linear_factors, residual_add, residual_split, running_tau, scaled, softmax_factors, softmax_sums, true_gradients,
+                           gradient_cosines, linear_factors, residual_add, residual_split, running_tau, scaled, softmax_factors, softmax_sums, unscaled_gradients,
                            unit_attention, unit_cross_entropy, unit_dropout, unit_elementwise, unit_embedding, unit_gelu, unit_layer_norm, unit_linear,
                            unit_matmul, unit_mse, unit_norm, unit_op, unit_readout, unit_relu, unit_sigmoid, unit_silu, unit_softmax, unit_stds, unit_tanh,
                            weighted_add)
@@ -218,7 +218,7 @@ def test_constrained_gradients_are_true_ones(case, constraint):
 @ALL
 def test_true_gradients_are_autograds(case):
     xs = [t.double().requires_grad_() for t in case.tensors.values()]
-    with true_gradients(): y = case.op('none')(*xs)
+    with unscaled_gradients(): y = case.op('none')(*xs)
     up = torch.randn_like(y)
     ratio = ((case.plain(*xs)*y).sum()/case.plain(*xs).square().sum()).detach()
     for a, b in zip(torch.autograd.grad(y, xs, up), torch.autograd.grad(case.plain(*xs)*ratio, xs, up)):
@@ -433,7 +433,7 @@ def batch_gradients(name, dtype, alike, autocast=False):
     torch.manual_seed(0)
     x = r(*shape)[:1].expand(shape).contiguous() if alike else r(*shape)
     leaves = [t.to(dtype).requires_grad_() for t in (x, *(r(*s) for s in params.values()))]
-    with fast_half(), torch.autocast('cpu', torch.float16, enabled=autocast):
+    with fp32_accumulate(), torch.autocast('cpu', torch.float16, enabled=autocast):
         y = f(*leaves)
         g = torch.ones_like(y) if alike else r(*y.shape).to(y.dtype)
         return [t.float() for t in torch.autograd.grad(y, leaves, g)]
@@ -460,13 +460,13 @@ def test_half_gradients_are_those_of_single(name):
 def test_a_factor_behind_the_sum_overflows():
     "The twin"
     x, w = torch.ones(N, 16).half(), r(8, 16).half().requires_grad_()
-    with fast_half(): g, = torch.autograd.grad(F.linear(x, scaled(w, 1., N**-.5)).sum(), w)
+    with fp32_accumulate(): g, = torch.autograd.grad(F.linear(x, scaled(w, 1., N**-.5)).sum(), w)
     assert g.isinf().all()
 
 
 def test_an_embedding_of_one_symbol_does_not_overflow():
     table = r(4, 8).half().requires_grad_()
-    with fast_half(): g, = torch.autograd.grad(unit_embedding(torch.zeros(N, dtype=torch.long), table).sum(), table)
+    with fp32_accumulate(): g, = torch.autograd.grad(unit_embedding(torch.zeros(N, dtype=torch.long), table).sum(), table)
     assert g[0].isfinite().all() and (g[0] > 2**3).all() and not g[1:].any()   # a CPU adds up in FP16, and stops growing early
 
 
@@ -672,8 +672,8 @@ def test_the_checker_takes_half_models_losses_integers_and_frozen_parameters():
 def test_true_gradients_ends_with_its_block_and_stays_in_its_thread():
     x = r(4).requires_grad_()
     def got(): return torch.autograd.grad(scaled(x, 3., 2.).sum(), x)[0].tolist()
-    with pytest.raises(KeyError), true_gradients(): assert got() == [3.]*4; raise KeyError
-    with true_gradients():
+    with pytest.raises(KeyError), unscaled_gradients(): assert got() == [3.]*4; raise KeyError
+    with unscaled_gradients():
         other = []
         t = threading.Thread(target=lambda: other.append(got())); t.start(); t.join()
     assert got() == [2.]*4 and other == [[2.]*4]
@@ -762,7 +762,7 @@ def test_another_path_without_the_constraint():
     b.load_state_dict(a.state_dict())
     data = [(r(32, 16).double(), r(32, 16).double()) for _ in range(3)]
     ours = train(a, torch.optim.Adam(a.parameters(), .01, eps=0), unit_mse, data)
-    with true_gradients(): true = train(b, torch.optim.Adam(b.parameters(), .01, eps=0), unit_mse, data)
+    with unscaled_gradients(): true = train(b, torch.optim.Adam(b.parameters(), .01, eps=0), unit_mse, data)
     assert ours[0] == pytest.approx(true[0]) and abs(ours[-1]/true[-1] - 1) > 1e-6
 
 
@@ -872,7 +872,7 @@ def test_half_gradients_survive_a_deep_net_at_scale_one():
     ws = [r(64, 64) for _ in range(24)]
     def share(f):
         leaves = [w.half().requires_grad_() for w in ws]
-        with fast_half():
+        with fp32_accumulate():
             out = f(r(64, 64).half(), *leaves)
             grads = torch.autograd.grad(out, leaves, torch.randn_like(out))
         return max((g == 0).float().mean().item() for g in grads)
@@ -888,7 +888,7 @@ def test_ops_keep_the_dtype(dtype):
 
 def test_under_emulation_and_autocast():
     x, w = r(64, 64).requires_grad_(), r(64, 64).requires_grad_()
-    with emulate('e4m3'): y = unit_gelu(unit_linear(x, w))
+    with emulate_format('e4m3'): y = unit_gelu(unit_linear(x, w))
     assert (y.half().float() == y).all() and y.isfinite().all()
     with torch.autocast('cpu', torch.bfloat16): z = unit_gelu(unit_linear(x, w))
     z.float().sum().backward()
@@ -1026,7 +1026,7 @@ def test_an_export_with_gradients_warns_once():
     said, program = export_warnings(model, x)
     assert len(said) == 1 and 'export under torch.no_grad(), for inference' in said[0]
     ours, theirs = [torch.autograd.grad(f(x).sum(), next(f.parameters()))[0] for f in (model, program)]
-    with true_gradients(): true, = torch.autograd.grad(model(x).sum(), next(model.parameters()))
+    with unscaled_gradients(): true, = torch.autograd.grad(model(x).sum(), next(model.parameters()))
     torch.testing.assert_close(theirs, true)
     assert not torch.allclose(ours, theirs), 'what the warning says has ceased to be so'
     with torch.no_grad(): assert not export_warnings(model, x)[0]

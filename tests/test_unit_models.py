@@ -4,7 +4,7 @@ import copy, io
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
 
 import mpcourse.toys as toys, mpcourse.unit as U
-from mpcourse.tensorcore import fast_half
+from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.formats import same_bits
 from mpcourse.half import cast_policy, is_norm
 from mpcourse.toys import TOYS, char_transformer, deep_sigmoid, relu_mlp
@@ -455,8 +455,8 @@ def test_in_half_no_weight_gradient_is_lost(kind):
     ids = torch.randint(96, (16, 32))
     def lost(model, loss_func):
         leaves = {n: p.detach().half().requires_grad_() for n, p in model.named_parameters()}
-        with fast_half(): loss = loss_func(torch.func.functional_call(model, leaves, (ids,)).float().flatten(0, -2), ids.flatten())
-        with fast_half(): (loss*2.**-16).backward()   # as in a mean over very many such batches
+        with fp32_accumulate(): loss = loss_func(torch.func.functional_call(model, leaves, (ids,)).float().flatten(0, -2), ids.flatten())
+        with fp32_accumulate(): (loss*2.**-16).backward()   # as in a mean over very many such batches
         return max((p.grad == 0).float().mean().item() for n, p in leaves.items() if p.dim() > 1 and 'pos' not in n and 'tok' not in n)
     assert lost(CharModel(kind, context=32), unit_cross_entropy) < .05
     assert lost(CharModel(kind, unit=False, context=32), F.cross_entropy) > .3

@@ -7,7 +7,7 @@ import torch
 
 # name → the module that has it
 PLACES = dict(StaticScaler='scaler', MixedStep='step', unscale_='step', get_policy='policies', ALSScaler='als', GradScaler='gradscaler',
-              fast_half='tensorcore', named_gradients='step', take_step='step', get_master='master', to_model_params='master',
+              fp32_accumulate='tensorcore', named_gradients='step', take_step='step', get_master='master', to_model_params='master',
               to_master_grads='master', get_toy='toys', batches='toys', tensor_dls='callback', MixedPrecisionCB='callback',
               CheckpointCB='checkpoint', save_training_state='checkpoint', load_training_state='checkpoint',
               model_to_half='half', model_to_float='half', unit_scale='unit_models', simulate_fp8='fp8', quantize='rounding')
@@ -31,7 +31,7 @@ def next_scales(scaler, found, amax=None):
         return dict(found_inf=float(bad), found_after=0., total=1e6, numel=1e6)[want]
     out = []
     for bad, top in zip(found, amax or [1.]*len(found)):
-        stats = {w: torch.tensor(told(w, bad, top)) for w in scaler.wants}
+        stats = {w: torch.tensor(told(w, bad, top)) for w in scaler.required_stats}
         scaler.update(dict(found_inf=torch.tensor(float(bad)), loss_finite=torch.tensor(1.)) | stats)
         out.append(scaler.scale.item())
     return out
@@ -39,7 +39,7 @@ def next_scales(scaler, found, amax=None):
 
 def make_step(scaler, clip=None, group=None, native=False, masters=None, dtype=torch.float16):
     "A step (model, xb, yb, opt, loss_func) -> dict of loss, scale and skipped; on lent halves, or on 'masters'"
-    compute = nullcontext if native else _get('fast_half')
+    compute = nullcontext if native else _get('fp32_accumulate')
     if masters is None: return _get('MixedStep')(scaler, dtype, compute=compute, clip=clip, group=group)
     model_groups, master_groups, flat = masters
     def step(model, xb, yb, opt, loss_func):
@@ -81,9 +81,9 @@ def toy(name, seed=0, steps=20, bs=None):
                            batches=list(_get('batches')(t.data(), bs or t.bs, steps, seed)))
 
 
-def make_gradscaler(policy=None, hold=None, group=None, **kw):
-    "The drop-in; hold=False: torch's decisions, step for step"
-    return _get('GradScaler')(policy=policy, hold=hold, group=group, **kw)
+def make_gradscaler(policy=None, skip_nonfinite_loss=None, group=None, **kw):
+    "The drop-in; skip_nonfinite_loss=False: torch's decisions, step for step"
+    return _get('GradScaler')(policy=policy, skip_nonfinite_loss=skip_nonfinite_loss, group=group, **kw)
 
 
 def make_learner(model, train, valid, scaler=None, bs=8, mixed=True, dtype='fp16', **kw):

@@ -1,4 +1,4 @@
-"Promise 5: GradScaler(hold=False) is torch's, step for step, down to its floor; its state dict is torch's with one key more; Lightning, Accelerate and Trainer take it"
+"Promise 5: GradScaler(skip_nonfinite_loss=False) is torch's, step for step, down to its floor; its state dict is torch's with one key more; Lightning, Accelerate and Trainer take it"
 import importlib, importlib.metadata, importlib.util, json, pickle, random, sys, warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,7 +15,7 @@ OPTS = dict(sgd=partial(torch.optim.SGD, lr=.1, momentum=.9), adam=partial(torch
 KEYS = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 
 
-def ours(**kw): return A.make_gradscaler(hold=False, device='cpu', **kw)
+def ours(**kw): return A.make_gradscaler(skip_nonfinite_loss=False, device='cpu', **kw)
 def theirs(**kw): return Torch('cpu', **kw)
 
 
