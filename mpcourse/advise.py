@@ -258,7 +258,7 @@ def advise_schemes(
     "Watch copies train in FP32, and say which schemes will train like it"
     if unknown := set(schemes) - {*STEPS, *STORED}:
         raise ValueError(f'There is no advice on {", ".join(unknown)}: take some of {", ".join((*STEPS, *STORED))}.')
-    if not weight_matrices(model): 
+    if not weight_matrices(model):
         raise ValueError('This model has no weight matrix, and advice looks at nothing else.')
     model, opt = deepcopy((model, opt))
     with seeded(0): looks = watch(model, opt, loss_func, batches, schemes, steps, schedule)
