@@ -19,7 +19,7 @@ test: .venv/.installed ## run everything that CI checks
 	@$(BIN)/python tests/run.py
 
 check: .venv/.installed ## check your solutions of a chapter (CHAPTER=11 FILE=mine.py)
-	@$(BIN)/mpcourse check $(CHAPTER) $(FILE)
+	@$(BIN)/python -m tools.exercises check $(CHAPTER) $(FILE)
 
 claims: .venv/.installed ## run the chapters under other seeds, threads, instruction sets; only what changed (CLAIMS="--chapters 10 --seeds 0-9 --only seeds")
 	@PYTHONPATH=. $(BIN)/python tools/claims.py $(CLAIMS)

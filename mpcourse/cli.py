@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['doctor_command', 'RequestError', 'names_in', 'burst_from', 'plot_file', 'draw', 'asked_policies', 'replay_command',
            'training_from', 'Progress', 'write_page', 'compare_command', 'advise_command', 'positive', 'count',
-           'add_replay', 'add_compare', 'add_advise', 'checkers', 'check_command', 'add_check', 'exercises_command',
-           'add_exercises', 'make_parser', 'tell_once', 'main']
+           'add_replay', 'add_compare', 'add_advise', 'make_parser', 'tell_once', 'main']
 
 # %% ../nbs/92_cli.ipynb #f3dd68d4
-import argparse, importlib, json, os, re, runpy, sys, time, warnings
+import argparse, os, runpy, sys, time, warnings
 from functools import partial
 from pathlib import Path
 
@@ -256,83 +255,18 @@ def add_advise(
     a.add_argument('--html', help='a file for a page with table and picture')
     a.set_defaults(func=advise_command)
 
-# %% ../nbs/92_cli.ipynb #92c4ec02
-def checkers(
-    notebook: Path, # of a chapter
-) -> dict: # name of a solution -> its checker
-    "The checkers of a chapter's exercises, in the namespace of its module"
-    cells = [''.join(c['source']) for c in json.loads(notebook.read_text(encoding='utf-8'))['cells']
-             if c['cell_type'] == 'code']
-    module = next((m[1] for c in cells if (m := re.match(r'#\| *default_exp +(\w+)', c))), None)
-    names = dict(vars(importlib.import_module(f'mpcourse.{module}'))) if module else {}
-    for c in cells:
-        imports = re.match(r'(?!#\| *export)(#\|.*\n)?(from|import) ', c) and not re.search(r'^def ', c, re.M)
-        if imports or re.search(r'^def check_', c, re.M): exec(c, names)
-    return {n.removeprefix('check_'): f for n, f in names.items() if n.startswith('check_')}
-
-def check_command(
-    args: argparse.Namespace, # chapter, file
-) -> int: # 0 if every solution is right, else 1
-    "Run the solutions of a file against the checkers of a chapter; in a clone of the course"
-    found = sorted(Path('nbs').glob(f'{args.chapter:0>2}_*.ipynb'))
-    if not found: raise RequestError(f'There is no chapter {args.chapter} in nbs/: call this in a clone of the course.')
-    known, mine = checkers(found[0]), {}
-    try: exec(compile(Path(args.file).read_text(encoding='utf-8'), args.file, 'exec'), mine)
-    except OSError as e: raise RequestError(f'{args.file} cannot be read ({e.strerror}): give another file.') from None
-    solved = [n for n in known if callable(mine.get(n))]
-    if not solved: raise RequestError(f'{args.file} has no function of these names: {", ".join(known)}.')
-    wrong = 0
-    for name in solved:
-        try: known[name](mine[name])
-        except AssertionError as e: wrong, said = wrong + 1, f'no: {e}'
-        except Exception as e: wrong, said = wrong + 1, f'no: {type(e).__name__}: {e}'
-        else: said = 'right'
-        print(f'{name}: {said}')
-    return int(wrong > 0)
-
-def add_check(
-    sub, # the parser's sub-commands
-):
-    "Add `mpcourse check` and its arguments"
-    c = sub.add_parser('check', help='run your solutions of a chapter', description=check_command.__doc__)
-    c.add_argument('chapter', help='its number, such as 11')
-    c.add_argument('file', help='Python with your solutions')
-    c.set_defaults(func=check_command)
-
-# %% ../nbs/92_cli.ipynb #92c4ec04
-def exercises_command(
-    args: argparse.Namespace, # rest: list | strip OUT | mark FILE | self
-) -> int: # 0, or 1 where an answer is wrong
-    "List the exercises, write notebooks without solutions, or mark a student's file; in a clone of the course"
-    if not Path('tools/exercises.py').exists():
-        raise RequestError('The exercises are not here: call this in a clone of the course.')
-    sys.path.insert(0, '.')
-    return importlib.import_module('tools.exercises').main(args.rest)
-
-def add_exercises(
-    sub, # the parser's sub-commands
-):
-    "Add `mpcourse exercises`; the tool itself reads what follows"
-    e = sub.add_parser('exercises', help='for teachers: list, strip, mark, self',
-                       description=exercises_command.__doc__)
-    e.add_argument('rest', nargs=argparse.REMAINDER, metavar='list | strip OUT | mark FILE | self',
-                   help='each has its own --help')
-    e.set_defaults(func=exercises_command)
-
 # %% ../nbs/92_cli.ipynb #0637dd3d
 def make_parser() -> argparse.ArgumentParser: # knows every sub-command
     "The parser of the command line"
     about = 'Why 16 and 8 bits break training, and how each remedy works.'
     p = argparse.ArgumentParser(prog='mpcourse', description=about)
     sub = p.add_subparsers(dest='command', required=True,
-                           metavar='doctor | replay | compare | advise | check | exercises')
+                           metavar='doctor | replay | compare | advise')
     d = sub.add_parser('doctor', help='what this machine can do, and what to use', description=doctor_command.__doc__)
     d.set_defaults(func=doctor_command)
     add_replay(sub)
     add_compare(sub)
     add_advise(sub)
-    add_check(sub)
-    add_exercises(sub)
     return p
 
 # %% ../nbs/92_cli.ipynb #28a58949

@@ -155,7 +155,7 @@ def test_validating_and_lr_find_leave_a_checkpoint_alone(tmp_path):
 def test_validating_inside_a_fit_does_not_disturb_it(tmp_path):
     path, seen = tmp_path/'c.pt', []
     def look(l):
-        if l.lock.open_locked(): return
+        if l.lock.locked(): return
         l.validate(); seen.append(path.exists())
         l.get_preds(); seen.append(path.exists())
     learn = learner('adam', cbs=[CheckpointCB(path, every=1), At('after_epoch', look, order=85)])
@@ -346,7 +346,7 @@ def test_ctrl_c_in_the_second_fit(tmp_path):
     with pytest.raises(KeyboardInterrupt): script(path, cbs=[At('after_batch', ctrl_c, 90, lambda l: l.training and len(l.mixed_precision_cb.history) == 20)])
     assert {'run.fit2.pt', 'run.pt'} < {*os.listdir(tmp_path)}
     new_life()
-    begins = At('before_fit', lambda l: seen.append('fit'), when=lambda l: not l.lock.open_locked())
+    begins = At('before_fit', lambda l: seen.append('fit'), when=lambda l: not l.lock.locked())
     trains = At('after_pred', lambda l: seen.append(len(l.mixed_precision_cb.history)), when=lambda l: l.training)
     with pytest.warns(UserWarning, match='is skipped'):
         got, last = script(path, seed=3, cbs=[begins, trains])

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
 from mpcourse.cli import main
 from mpcourse.simulator import overflow_burst, save_trace
 
@@ -157,32 +156,10 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_work(out, capsys, m
     assert code and not said and out in err and '--out' in err
 
 
-def test_check_runs_solutions_and_says_what_is_wrong(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    mine = tmp_path/'mine.py'
-    right = 'def to_master(g, scale):\n    m = g.float()/scale\n    return m, bool(m.isfinite().all())\n'
-    for code, exit_code, said in ((right, 0, 'to_master: right'), (right.replace('.float()', ''), 1, 'to_master: no: The gradient came back'),
-                                  ('def to_master(): pass', 1, 'to_master: no: TypeError')):
-        mine.write_text(code)
-        got, out, err = out_of(capsys, 'check', '09', str(mine))
-        assert got == exit_code and out.startswith(said) and not err
-    for argv, said in ((['77', str(mine)], 'no chapter 77'), (['09', 'nowhere.py'], 'nowhere.py'), (['12', str(mine)], 'no function of these names')):
-        got, out, err = out_of(capsys, 'check', *argv)
-        assert got == 2 and not out and said in err
-
-
-def test_exercises_help(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for argv, said in ((['--help'], 'list | strip OUT | mark FILE | self'), (['mark', '--help'], '--seconds')):
-        with pytest.raises(SystemExit) as e: main(['exercises', *argv])
-        assert e.value.code == 0 and said in capsys.readouterr().out
-
-
-@pytest.mark.parametrize('argv', [['exercises', 'list'], ['replay', '--storm', '0010']])
-def test_a_reader_that_has_seen_enough_is_no_traceback(argv, tmp_path):
+def test_a_reader_that_has_seen_enough_is_no_traceback(tmp_path):
     "As with `| head`: the other end of the pipe is closed before anything is written"
-    cwd = ROOT if argv[0] == 'exercises' else tmp_path
-    p = subprocess.Popen([sys.executable, '-c', f'import sys; from mpcourse.cli import main; input(); sys.exit(main({argv}))'], cwd=cwd,
+    argv = ['replay', '--storm', '0010']
+    p = subprocess.Popen([sys.executable, '-c', f'import sys; from mpcourse.cli import main; input(); sys.exit(main({argv}))'], cwd=tmp_path,
                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     p.stdout.close()
     _, err = p.communicate('go\n', timeout=120)

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import NBS, each
-from mpcourse.cli import checkers
+
+from tools.exercises import checkers
 
 WRONG = {
     # 01: one power too early
@@ -627,7 +628,21 @@ def test_a_climber_that_asks_the_host_is_rejected():
     with pytest.raises(AssertionError, match='torch.where'): CHECKS['check_climber'](wrong)
 
 
-# --- for who teaches ---
+# --- a learner's file ---
+
+def test_check_runs_solutions_and_says_what_is_wrong(capsys, tmp_path):
+    from tools.exercises import main
+    mine = tmp_path/'mine.py'
+    right = 'def to_master(g, scale):\n    m = g.float()/scale\n    return m, bool(m.isfinite().all())\n'
+    for code, exit_code, said in ((right, 0, 'to_master: right'), (right.replace('.float()', ''), 1, 'to_master: no: The gradient came back'),
+                                  ('def to_master(): pass', 1, 'to_master: no: TypeError')):
+        mine.write_text(code)
+        assert main(['check', '09', str(mine)]) == exit_code and capsys.readouterr().out.startswith(said)
+    for argv, said in ((['77', str(mine)], 'no chapter 77'), (['09', 'nowhere.py'], 'nowhere.py'), (['12', str(mine)], 'no function of these names')):
+        with pytest.raises(SystemExit, match=said): main(['check', *argv])
+
+
+# --- for teachers ---
 
 def test_the_course_s_own_solutions_pass_and_its_stubs_do_not():
     from tools.exercises import all_exercises, own
@@ -653,10 +668,12 @@ def test_solutions_are_gone_from_a_handout_and_hidden_in_jupyterlab(tmp_path):
 def test_marks(tmp_path):
     from tools.exercises import mark
     mine = tmp_path/'01_mine.py'
-    mine.write_text('def stuck_at(man_bits): return 2**(man_bits + 1)\ndef encode_half(x):\n    while True: pass\n')
-    marks = mark(mine, seconds=20)
-    assert [r['state'] for r in marks['exercises']] == ['right', 'wrong', 'not tried'] and (marks['points'], marks['of']) == (1, 6)
-    assert '20 s' in marks['exercises'][1]['says']
+    mine.write_text('def stuck_at(man_bits): return 2**(man_bits + 1)\n')
+    marks = mark(mine)
+    assert [r['state'] for r in marks['exercises']] == ['right', 'not tried', 'not tried'] and (marks['points'], marks['of']) == (1, 6)
+    mine.write_text('def encode_half(x):\n    while True: pass\n')
+    endless = mark(mine, seconds=5)['exercises'][1]
+    assert endless['state'] == 'wrong' and '5 s' in endless['says']
     mine.write_text('import os\ndef stuck_at(man_bits): os._exit(3)\n')
     assert 'exit code 3' in mark(mine)['exercises'][0]['says']
     cheat = 'import os\ndef stuck_at(man_bits):\n    print(\'{{"state": "right", "says": ""}}\', flush=True)\n    {}\n'

@@ -1,4 +1,4 @@
-"""The exercises for teachers: `mpcourse exercises list | strip OUT | mark FILE | self`, in a clone of the course.
+"""The exercises: `python -m tools.exercises check 09 mine.py` for a learner, `list | strip OUT | mark FILE | self` for a teacher.
 
 A student's code runs in a separate process with a time limit. It can do whatever you can do, so mark in a container.
 """
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-
-from mpcourse.cli import checkers
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = re.compile(r'^\*\*(\d+) ([●○]{3}) ([^*]+?)\*\* *(.*)', re.M | re.S)
@@ -54,6 +52,54 @@ def exercises(
 
 
 def all_exercises(): return [e for p in notebooks() for e in exercises(p)]
+
+
+def checkers(
+    notebook: Path, # of a chapter
+) -> dict: # name of a solution -> its checker
+    "The checkers of a chapter's exercises, in the namespace of its module"
+    cells = [c.source for c in read(notebook) if c.cell_type == 'code']
+    names = module_names(cells)
+    for code in cells:
+        imports = re.match(r'(?!#\| *export)(#\|.*\n)?(from|import) ', code) and not re.search(r'^def ', code, re.M)
+        if imports or re.search(r'^def check_', code, re.M): exec(code, names)
+    return {n.removeprefix('check_'): f for n, f in names.items() if n.startswith('check_')}
+
+
+def module_names(
+    cells: list, # sources of a chapter's code
+) -> dict: # what its module defines; empty without a module
+    "The namespace in which a chapter's answers run"
+    for code in cells:
+        exported = re.match(r'#\| *default_exp +(\w+)', code)
+        if exported: return dict(vars(importlib.import_module(f'mpcourse.{exported[1]}')))
+    return {}
+
+
+# --- a learner's file ---
+
+def check(
+    chapter: str, # its number
+    file: Path,   # Python with solutions
+) -> int: # 0 if every solution is right, else 1
+    "Run the solutions of a file against the checkers of a chapter"
+    found = [n for n in notebooks() if n.name.startswith(f'{chapter:0>2}_')]
+    if not found: raise SystemExit(f'There is no chapter {chapter} with exercises.')
+    try: text = file.read_text(encoding='utf-8')
+    except OSError as e: raise SystemExit(f'{file} cannot be read ({e.strerror}): give another file.') from None
+    known, answers = checkers(found[0]), {}
+    exec(compile(text, str(file), 'exec'), answers)
+    solved = [name for name in known if callable(answers.get(name))]
+    if not solved: raise SystemExit(f'{file} has no function of these names: {", ".join(known)}.')
+    wrong = 0
+    for name in solved:
+        verdict = 'right'
+        try: known[name](answers[name])
+        except AssertionError as e: verdict = f'no: {e}'
+        except Exception as e: verdict = f'no: {type(e).__name__}: {e}'
+        wrong += verdict != 'right'
+        print(f'{name}: {verdict}')
+    return int(wrong > 0)
 
 
 # --- notebooks without solutions ---
@@ -119,9 +165,7 @@ def judge(
 ) -> dict: # state: 'right' or 'wrong', says: why
     "The checker of the course, not the student's copy of it, on one answer"
     cells = [c.source for c in read(notebook) if c.cell_type == 'code']
-    module = next((m[1] for c in cells if (m := re.match(r'#\| *default_exp +(\w+)', c))), None)
-    names = dict(vars(importlib.import_module(f'mpcourse.{module}'))) if module else {}
-    check = checkers(notebook)[check]
+    names, check = module_names(cells), checkers(notebook)[check]
     try:
         for _ in range(12):
             run(definitions(code), cells, names)
@@ -174,8 +218,11 @@ def own(todo):
 
 def make_parser():
     "The grammar of the command"
-    p = argparse.ArgumentParser(prog='mpcourse exercises', description=__doc__)
+    p = argparse.ArgumentParser(prog='python -m tools.exercises', description=__doc__)
     sub = p.add_subparsers(dest='what', required=True)
+    c = sub.add_parser('check', help='run your solutions of a chapter')
+    c.add_argument('chapter', help='its number, such as 11')
+    c.add_argument('file', type=Path, help='Python with your solutions')
     sub.add_parser('list', help='list all exercises with their points')
     sub.add_parser('strip', help='write notebooks without solutions').add_argument('out', type=Path, help='a folder')
     m = sub.add_parser('mark', help="mark a student's file, as JSON; exit code 1 if an answer is wrong")
@@ -192,6 +239,7 @@ def make_parser():
 def main(argv=None) -> int: # the exit code
     "The command"
     a = make_parser().parse_args(argv)
+    if a.what == 'check': return check(a.chapter, a.file)
     if a.what == 'list':
         for e in all_exercises(): print(f'{e.id}  {"●"*e.level:3}  {e.name:26}  {e.title}')
     elif a.what == 'strip':
