@@ -51,16 +51,19 @@ def trace_from_hists(
     bad=None, # which steps are bad; by default those with an infinity or a NaN
 )->Trace:
     "A trace from the histograms of `plots.log2_hist`"
-    lo = min((int(h.exponents[0]) for h in hists if len(h.exponents)), default=0)
-    hi = max((int(h.exponents[-1]) for h in hists if len(h.exponents)), default=0)
+    lo, hi = 0, 0
+    octaves = [e for h in hists for e in h.exponents.tolist()]
+    if octaves: lo, hi = min(octaves), max(octaves)
     counts = torch.zeros(len(hists), hi - lo + 1, dtype=torch.float64)
-    for row,h in zip(counts, hists):
+    for row, h in zip(counts, hists):
         if len(h.exponents): row[h.exponents - lo] = h.counts.double()
     amax = torch.as_tensor(amax, dtype=torch.float64)
-    zeros, broken = (torch.tensor([getattr(h, n) for h in hists]).double() for n in ('n_zero', 'n_nonfinite'))
-    kind = torch.arange(len(amax)) if kind is None else torch.as_tensor(kind)
-    bad = ~amax.isfinite() if bad is None else torch.as_tensor(bad, dtype=torch.bool)
-    return Trace(name, amax, kind, counts, lo, zeros, broken, bad)
+    zeros = torch.tensor([h.n_zero for h in hists], dtype=torch.float64)
+    broken = torch.tensor([h.n_nonfinite for h in hists], dtype=torch.float64)
+    if kind is None: kind = torch.arange(len(amax))
+    if bad is None: bad = ~amax.isfinite()
+    bad = torch.as_tensor(bad, dtype=torch.bool)
+    return Trace(name, amax, torch.as_tensor(kind), counts, lo, zeros, broken, bad)
 
 # %% ../nbs/14_simulator.ipynb #6f5ca89e
 class Recording:
@@ -100,10 +103,12 @@ def thresholds(
 )->tuple: # two magnitudes
     "From the first magnitude on everything becomes infinite or NaN; up to the second everything becomes zero"
     fmt = get_format(fmt)
-    over, zero = fmt.max + fmt.spacing(fmt.max)/2, fmt.smallest_subnormal/2
-    if not (fmt.has_inf or fmt.has_nan): return math.inf, zero                # it can only saturate
-    tie = quantize(over, fmt, overflow='inf' if fmt.has_inf else 'nan')       # E4M3's goes to its largest number
-    return math.nextafter(over, math.inf) if math.isfinite(tie) else over, zero
+    zero = fmt.smallest_subnormal/2
+    if not (fmt.has_inf or fmt.has_nan): return math.inf, zero         # it can only saturate
+    over = fmt.max + fmt.spacing(fmt.max)/2
+    tie = quantize(over, fmt, overflow='inf' if fmt.has_inf else 'nan')
+    if math.isfinite(tie): over = math.nextafter(over, math.inf)       # E4M3's goes to its largest number
+    return over, zero
 
 def entries_below(
     counts:Tensor, # (n, octaves) float64: entries of each octave, for each of n steps
@@ -111,11 +116,13 @@ def entries_below(
     edge:Tensor, # (n,) or (m, n) float64: a magnitude for each step
 )->Tensor: # same shape as the edges, float64
     "How many entries lie below an edge; exact where the edge is a power of two, else interpolated in log2"
-    cum, octaves, step = F.pad(counts.cumsum(1), (1, 0)), counts.shape[1], torch.arange(len(counts))
+    below = F.pad(counts.cumsum(1), (1, 0))
+    octaves = counts.shape[1]
+    step = torch.arange(len(counts))
     at = (edge.double().log2() - lo).nan_to_num(0.).clamp(0, octaves)
     k = at.floor().long().clamp(max=octaves - 1)
-    left, right = cum[step, k], cum[step, k + 1]
-    return left + (right - left)*(at - k)
+    left = below[step, k]
+    return left + (below[step, k + 1] - left)*(at - k)
 
 def overflows(
     trace:Trace, # of n steps
@@ -162,20 +169,25 @@ def burst_of(
     factor:float=math.inf, # a bad step's gradients are so many times as large: a power of two, inf or NaN
 )->Trace:
     "A trace of good steps with bad ones among them"
-    bad, calm = torch.as_tensor(bad, dtype=torch.bool), as_trace(like)
+    bad = torch.as_tensor(bad, dtype=torch.bool)
+    calm = as_trace(like)
     if not len(bad): raise ValueError('A trace of no steps has no use: give at least one.')
-    finite = math.isfinite(factor)
-    if finite and (factor <= 0 or math.frexp(factor)[0] != .5):
-        raise ValueError(f'A bad step cannot be {factor:g} times as large: take a power of two, inf or nan.')
-    shift = int(math.log2(factor)) if finite else 0
-    up, down = max(shift, 0), max(-shift, 0)
+    up = down = 0                                         # octaves by which the bad steps are larger or smaller
+    if math.isfinite(factor):
+        if factor <= 0 or math.frexp(factor)[0] != .5:
+            raise ValueError(f'A bad step cannot be {factor:g} times as large: take a power of two, inf or nan.')
+        up = max(int(math.log2(factor)), 0)
+        down = max(-int(math.log2(factor)), 0)
+        counts, zeros, broken = F.pad(calm.counts, (up, down)), calm.zeros, calm.broken
+    else:
+        everything = calm.zeros + calm.broken + calm.counts.sum(1)
+        counts, zeros, broken = calm.counts*0, calm.zeros*0, everything
     t = torch.arange(len(bad)) % len(calm)
-    kind, dead, live = calm.kind[t] + bad*len(calm.counts), calm.zeros + calm.broken, calm.counts.sum(1)
-    loud = F.pad(calm.counts, (up, down)), calm.zeros, calm.broken
-    if not finite: loud = calm.counts*0, calm.zeros*0, dead + live
-    rows = [torch.cat(pair) for pair in zip((F.pad(calm.counts, (down, up)), calm.zeros, calm.broken), loud)]
     amax = torch.where(bad, calm.amax[t]*factor, calm.amax[t])
-    return Trace(name, amax, kind, rows[0], calm.lo - down, rows[1], rows[2], bad)
+    kind = calm.kind[t] + bad*len(calm.counts)            # the bad steps' rows stand below the good ones'
+    counts = torch.cat([F.pad(calm.counts, (down, up)), counts])
+    zeros = torch.cat([calm.zeros, zeros])
+    return Trace(name, amax, kind, counts, calm.lo - down, zeros, torch.cat([calm.broken, broken]), bad)
 
 # %% ../nbs/14_simulator.ipynb #8b28c837
 def overflow_burst(
@@ -247,20 +259,21 @@ def load_trace(
 # %% ../nbs/14_simulator.ipynb #079c465f
 def _statistic(trace, t, want, s, fmt):
     "One statistic: step t under scale s"
-    x, kind = trace.amax[t].item()*s, trace.kind[t]
+    x = trace.amax[t].item()*s
+    kind = trace.kind[t]
     over = not x < thresholds(fmt)[0]
     if want == 'found_inf': return float(over)
-    if want == 'loss_finite': return float(math.isfinite(trace.amax[t]))     # whatever the scale
-    if want == ('amax', 'loss'): return 1.                                    # never zero
+    if want == 'loss_finite': return float(math.isfinite(trace.amax[t]))  # whatever the scale
+    if want == ('amax', 'loss'): return 1.                                # never zero
     if want == 'amax': return x + math.inf if over else quantize(x, fmt)
     if want == 'numel': return (trace.counts[kind].sum() + trace.zeros[kind] + trace.broken[kind]).item()
     if isinstance(want, tuple) and want[0] == 'above':
-        edge = min(want[1], thresholds(fmt)[0])                               # infinities lie above any edge
+        edge = min(want[1], thresholds(fmt)[0])                           # infinities lie above any edge
         if x < edge: return 0.
         counts = trace.counts[kind][None]
         above = (counts.sum() - entries_below(counts, trace.lo, torch.tensor([edge/s]))).item()
         if x == math.inf: above += trace.broken[kind].item()
-        return max(above, float(x == x))                                     # the largest one, unless it is NaN
+        return max(above, float(x == x))                                  # the largest one, unless it is NaN
     raise ValueError(f'A trace of gradient magnitudes cannot tell {want!r}: try this policy in a training.')
 
 def observe(
@@ -270,8 +283,9 @@ def observe(
     fmt='fp16', # of the backward pass
 )->dict: # {name: 0-dim tensor}, as the step would have counted
     "What a scaler would have seen at a step"
-    names, s = ('loss_finite', 'found_inf', *scaler.required_stats), scaler.scale.item()
-    return {n: torch.tensor(float(_statistic(trace, t, n, s, fmt))) for n in names}
+    scale = scaler.scale.item()
+    names = ('loss_finite', 'found_inf', *scaler.required_stats)
+    return {n: torch.tensor(float(_statistic(trace, t, n, scale, fmt))) for n in names}
 
 # %% ../nbs/14_simulator.ipynb #52ea2fe2
 @dataclass
@@ -288,12 +302,12 @@ class Result:
         "One row for each policy: scales as powers of two, steps skipped, and the flushed share of the last 20 steps"
         import pandas as pd
         log = self.scales.log2()
-        last = [int((~r.isnan()).nonzero().max()) for r in self.scales]              # an infinite scale goes on
-        end = torch.stack([r[i] for r,i in zip(log, last)])
+        last = self.scales.shape[1] - 1 - (~self.scales.isnan()).flip(1).long().argmax(1)   # an infinite scale goes on
+        end = log.gather(1, last[:, None])[:, 0]
         lowest = log.where(log.isfinite() | (log == -math.inf), math.inf).amin(1)
         cols = {'start': log[:, 0], 'lowest': lowest, 'end': end, 'skipped': self.skipped.sum(1)}
         cols['flushed'] = self.flushed[:, -20:].nanmean(1)
-        return pd.DataFrame({k: v.tolist() for k,v in cols.items()}, index=pd.Index(self.names, name='policy'))
+        return pd.DataFrame({k: v.tolist() for k, v in cols.items()}, pd.Index(self.names, name='policy'))
 
     def __getitem__(self, name): # scales
         return self.scales[self.names.index(name)]
@@ -309,9 +323,13 @@ def named_policies(
     if isinstance(policies, dict): return dict(policies)
     named = {}
     for p in policies:
-        name = p if isinstance(p, str) else type(p).__name__.removesuffix('Scaler').lower()
-        twins = sum(n == name or n.startswith(f'{name} #') for n in named)
-        named[f'{name} #{twins + 1}' if twins else name] = p
+        name = p
+        if not isinstance(p, str): name = type(p).__name__.removesuffix('Scaler').lower()
+        twins = 1
+        while name in named:
+            twins += 1
+            name = f'{name.partition(" #")[0]} #{twins}'
+        named[name] = p
     return named
 
 def fresh(
@@ -330,11 +348,13 @@ def fresh(
 def _by_rule(name, trace, start, fmt):
     "A published rule on a trace: scales, lost steps, and why it gave up"
     rule, first = RULES[name]
-    s, edge, lost = SimpleNamespace(**first | ({} if start is None else dict(scale=start))), thresholds(fmt)[0], []
-    scales = [s.scale]
-    for t, x in enumerate(trace.amax.tolist()):
-        lost.append(not x*s.scale < edge)
-        try: scales.append(rule(s, lost[-1]))
+    state = SimpleNamespace(**first)
+    if start is not None: state.scale = start
+    edge = thresholds(fmt)[0]
+    scales, lost = [state.scale], []
+    for t, amax in enumerate(trace.amax.tolist()):
+        lost.append(not amax*state.scale < edge)
+        try: scales.append(rule(state, lost[-1]))
         except FloatingPointError as e: return scales, lost, f'step {t}: {e}'
     return scales, lost, None
 
@@ -359,14 +379,18 @@ def replay(
     if not isinstance(trace, Trace):
         raise ValueError(f'{trace!r} is not a Trace: take overflow_burst(), random_burst() or load_trace(path).')
     if start is not None: validate_scale(start, 2.**-126)
-    named, n = named_policies(policies), len(trace)
-    plain = [p for p in RULES if p != 'logmax']                              # those that need no magnitudes
-    out = {k: _by_rule(p, trace, start, fmt) if p in plain else _by_scaler(fresh(p, start), trace, fmt)
-           for k, p in named.items()}
-    scales = torch.tensor([s + [math.nan]*(n + 1 - len(s)) for s, _, _ in out.values()], dtype=torch.float64)
-    lost = torch.tensor([l + [False]*(n - len(l)) for _, l, _ in out.values()])
-    why = {k: w for k, (_, _, w) in out.items() if w}
-    return Result(tuple(named), scales, lost, trace.bad, why, flush_share(trace, scales[:, :-1], fmt))
+    named = named_policies(policies)
+    scales = torch.full((len(named), len(trace) + 1), math.nan, dtype=torch.float64)
+    skipped = torch.zeros(len(named), len(trace), dtype=torch.bool)
+    stopped = {}
+    for i, (name, policy) in enumerate(named.items()):
+        by_rule = isinstance(policy, str) and policy in RULES and policy != 'logmax'    # which needs magnitudes
+        if by_rule: used, lost, why = _by_rule(policy, trace, start, fmt)
+        else: used, lost, why = _by_scaler(fresh(policy, start), trace, fmt)
+        scales[i, :len(used)] = torch.tensor(used, dtype=torch.float64)
+        skipped[i, :len(lost)] = torch.tensor(lost)
+        if why: stopped[name] = why
+    return Result(tuple(named), scales, skipped, trace.bad, stopped, flush_share(trace, scales[:, :-1], fmt))
 
 # %% ../nbs/14_simulator.ipynb #6b8035d0
 LINE_LOOKS = [dict(color=c, ls=ls) for ls in ('-', '--') for c in CYCLE]
