@@ -144,7 +144,8 @@ class ProbeResults:
     def __init__(self, t, schemes):
         self.t, self.trials, self.seen, self.refused, self.losses, self.sizes = t, {}, {}, {}, [], []
         for name in schemes:
-            if name not in STORED: self.guarded(name, lambda: self.trials.update({name: SchemeProbe(name, t)}))
+            if name not in STORED:
+                self.guarded(name, lambda: self.trials.update({name: SchemeProbe(name, t)}))
         self.shadows = {name: ShadowModel(t.model, how) for name, how in STORED.items() if name in schemes}
         self.fp32 = SchemeProbe('FP32', t)
 
@@ -181,7 +182,9 @@ def watch(
     "Train in FP32, and run the schemes beside it at the steps of `PROBES`"
     batches, rates = iter(batches), [g['lr'] for g in opt.param_groups]
     first = next(batches, None)
-    if first is None: raise ValueError('There is no batch, since the iterable is empty or used up: give a fresh one.')
+    if first is None:
+        raise ValueError('There is no batch, since the iterable is empty or used up: give a fresh '
+                         'one.')
     looks = ProbeResults(Training(model, None, loss_func, lambda: iter([first])), schemes)
     for i, batch in zip(range(steps), chain([first], batches)):
         if schedule:
@@ -257,7 +260,8 @@ def advise_schemes(
 )->Advice: # model and optimizer are not changed
     "Watch copies train in FP32, and say which schemes will train like it"
     if unknown := set(schemes) - {*STEPS, *STORED}:
-        raise ValueError(f'There is no advice on {", ".join(unknown)}: take some of {", ".join((*STEPS, *STORED))}.')
+        raise ValueError(f'There is no advice on {", ".join(unknown)}: take some of '
+                         f'{", ".join((*STEPS, *STORED))}.')
     if not weight_matrices(model):
         raise ValueError('This model has no weight matrix, and advice looks at nothing else.')
     model, opt = deepcopy((model, opt))

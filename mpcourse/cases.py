@@ -36,9 +36,11 @@ def train_patient(
         collector = TensorCollector(t.model, lambda n: n < 10 or n % 25 == 0, opt=r.opt,
                                     scaler=getattr(r.step, 'scaler', None))
         def look(i, seen):
-            if i == len(r.batches)//2: r.middle = {n: p.detach().clone() for n, p in weight_matrices(t.model).items()}
+            if i == len(r.batches)//2:
+                r.middle = {n: p.detach().clone() for n, p in weight_matrices(t.model).items()}
             collector.step(seen['loss'])
-        with collector: r.log = fit(t.model, r.batches, r.opt, t.loss_func, r.step, t.schedule, look)
+        with collector:
+            r.log = fit(t.model, r.batches, r.opt, t.loss_func, r.step, t.schedule, look)
     t.model.float()
     r.log, r.frame, r.score = pd.DataFrame(r.log), collector.frame(), scored(t)
     return r
@@ -89,7 +91,7 @@ def batch_evidence(
 )->dict: # name -> number
     "Four numbers from single batches, run again from the first weights"
     behind = 0
-    for batch in reversed(r.batches[:40]):                  # the first one last: it is asked on below
+    for batch in reversed(r.batches[:40]):  # the first one last: it is asked on below
         loss, grads = loss_and_gradients(plain_step, r.plain, batch, r.loss_func)
         behind += math.isfinite(loss) and not all(g.isfinite().all() for g in grads.values())
     sizes = [g.square().mean().sqrt().log2().item() for g in grads.values()]
@@ -105,7 +107,8 @@ def evidence(
     return log_evidence(r) | tensor_evidence(r) | batch_evidence(r)
 
 # %% ../nbs/35_cases.ipynb #c31a0020
-GUESS = {'FP32': True, 'BF16': True, 'measured': False, 'start 2^24': False} # a guess without a look: does it cure?
+# a guess without a look: does it cure?
+GUESS = {'FP32': True, 'BF16': True, 'measured': False, 'start 2^24': False}
 REMEDIES = tuple(GUESS)                                     # what people try first
 CAUSES = {
     'buffers': 'a skipped step has left its traces in buffers',
@@ -179,7 +182,8 @@ class Case:
         validate_choice(cause, CAUSES, 'cause')
         validate_choice(cure, CURES, 'cure')
         unseen = [r for r in REMEDIES if r not in self.runs]
-        if self.points or {*cures} != {*unseen}: raise ValueError(f'Answer once, and predict {", ".join(unseen)}.')
+        if self.points or {*cures} != {*unseen}:
+            raise ValueError(f'Answer once, and predict {", ".join(unseen)}.')
         truth = solutions(self.table).loc[self.name]
         asked = [r for r in unseen if truth[r] is not None]
         right, guess = (sum(said[r] == truth[r] for r in asked) for said in (cures, GUESS))
@@ -191,7 +195,8 @@ class Case:
         reveal:bool=False, # before the answer, too
     )->pd.Series: # cause, cure, what each remedy does, and why
         "The solution, once there is an answer; ValueError before"
-        if not (self.points or reveal): raise ValueError('There is no answer yet: give one, or ask with reveal=True.')
+        if not (self.points or reveal):
+            raise ValueError('There is no answer yet: give one, or ask with reveal=True.')
         return solutions(self.table).loc[self.name]
 
 def score(

@@ -40,7 +40,8 @@ def burst_from(
     factor = parse_number(args.factor)
     if args.storm == 'hard': return overflow_burst(args.bad, args.before, args.after, factor=factor)
     if args.storm == 'random': return random_burst(args.rate, args.steps, args.seed, factor=factor)
-    if set(args.storm) <= set('01 ') and args.storm.strip(): return trace_from_bits(args.storm, factor=factor)
+    if set(args.storm) <= set('01 ') and args.storm.strip():
+        return trace_from_bits(args.storm, factor=factor)
     try: return load_trace(args.storm)
     except FileNotFoundError:
         raise RequestError(f'There is no storm {args.storm!r}: take hard, random, a script of 0 and 1, or the file '
@@ -56,7 +57,9 @@ def plot_file(
     elif not path.parent.is_dir(): why = 'No such file or directory'
     elif not path.suffix: path = path.with_suffix('.png')
     elif path.suffix[1:].lower() not in known: why = f'there are {", ".join(sorted(known))}'
-    if why: raise RequestError(f'The plot cannot be written to {out!r} ({why}): name another file with --out.')
+    if why:
+        raise RequestError(f'The plot cannot be written to {out!r} ({why}): name another file with '
+                           '--out.')
     return path
 
 def draw(
@@ -115,9 +118,11 @@ def training_from(
     script, _, name = what.rpartition(':')
     if not script: return partial(toy_training, get_toy(what), steps=steps)
     make = runpy.run_path(script).get(name)
-    if not callable(make): raise RequestError(f'{script} defines no function {name!r}: name one that it defines.')
+    if not callable(make):
+        raise RequestError(f'{script} defines no function {name!r}: name one that it defines.')
     t = make(0)
-    if not isinstance(t, Training): raise RequestError(f'{name}(0) returned {t!r}: return a Training.')
+    if not isinstance(t, Training):
+        raise RequestError(f'{name}(0) returned {t!r}: return a Training.')
     return make
 
 class Progress:
@@ -132,7 +137,7 @@ class Progress:
         left = (time.perf_counter() - self.start)/self.n*(self.total - self.n) if self.n else 0
         end = '\r' if sys.stderr.isatty() else '\n'
         self.n += 1
-        if sys.stderr.isatty() or self.n & (self.n - 1) == 0:                # in a log: 1, 2, 4, 8 …
+        if sys.stderr.isatty() or self.n & (self.n - 1) == 0:  # in a log: 1, 2, 4, 8 …
             rest = f', about {left:.0f} s left   '*(left > 0)
             print(f'{self.what} {self.n} of {self.total}{rest}', end=end, file=sys.stderr)
 
@@ -143,7 +148,8 @@ def write_page(
     "Write a page and say so; RequestError if it cannot be written"
     try: Path(path).write_text(page, encoding='utf-8')
     except OSError as e:
-        raise RequestError(f'{path} cannot be written ({e.strerror}): name another file with --html.') from e
+        raise RequestError(f'{path} cannot be written ({e.strerror}): name another file with '
+                           '--html.') from e
     print(f'\nThe page is {path}.')
 
 def compare_command(
@@ -164,7 +170,8 @@ def compare_command(
     print('\nverdict: the median share of what FP32 learnt that is lost, where all seeds have the same sign; '
           'tie: all seeds within 2 %; open: seeds that disagree, or too few of them; fails 2/6: two of six seeds lose '
           'more than half. score: the lower the better.')
-    for name, why in {r['scheme']: r['refused'] for r in results if r['refused']}.items(): print(f'{name}: {why}')
+    for name, why in {r['scheme']: r['refused'] for r in results if r['refused']}.items():
+        print(f'{name}: {why}')
     if args.store: print(f'\nThe runs are kept in {args.store}, and will not be repeated.')
     if args.html: write_page(args.html, compare_html(results))
     return 0
@@ -184,11 +191,14 @@ def advise_command(
                 yield batch
         advice = advise_schemes(t.model, t.opt(t.model.parameters()), t.loss_func, counted(), args.steps, t.schedule)
     except ValueError as e: raise RequestError(str(e)) from e
-    with pd.option_context('display.max_colwidth', None, 'display.width', None): print(advice.table().to_string())
+    with pd.option_context('display.max_colwidth', None, 'display.width', None):
+        print(advice.table().to_string())
     print('', *advice.remarks, sep='\n')
     if args.html:
         try: Path(args.html).write_text(advice.html(), encoding='utf-8')
-        except OSError as e: raise RequestError(f'{args.html} cannot be written ({e.strerror}): name another.') from e
+        except OSError as e:
+            raise RequestError(f'{args.html} cannot be written ({e.strerror}): name '
+                               'another.') from e
         print(f'\nThe page is {args.html}.')
     return 0
 
@@ -290,7 +300,8 @@ def main(
             sys.stdout.flush()
             return code
     except BrokenPipeError:                 # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # or Python would complain at its end
+        # or Python would complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141                          # as a shell has it
     except KeyboardInterrupt:
         print('Stopped; results that were stored are kept.', file=sys.stderr)

@@ -239,13 +239,15 @@ def compare_schemes(
     file = Path(store) if store else None
     lines = file.read_text(encoding='utf-8').splitlines() if file and file.exists() else []
     try: done = {(r['scheme'], r['seed']): r for r in map(json.loads, lines)}
-    except json.JSONDecodeError as e: raise ValueError(f'{file} has a broken line ({e}): remove that line.') from e
+    except json.JSONDecodeError as e:
+        raise ValueError(f'{file} has a broken line ({e}): remove that line.') from e
     for seed in range(seeds):
         for name in names:
             if (name, seed) in done: continue
             done[name, seed] = dict(scheme=name, seed=seed) | attempt(name, make(seed), seed)
             if file:
-                with file.open('a', encoding='utf-8') as f: f.write(json.dumps(done[name, seed]) + '\n')
+                with file.open('a', encoding='utf-8') as f:
+                    f.write(json.dumps(done[name, seed]) + '\n')
     return [done[name, seed] for name in names for seed in range(seeds)]
 
 # %% ../nbs/33_compare.ipynb #29a1b001
@@ -260,7 +262,8 @@ def plot_shares(
     ax.axvspan(.5, 2, color='#b00020', alpha=.08)
     ax.axvline(0, color='#999999', lw=1)
     for y, lost in enumerate(shares.values()):
-        if None in lost: ax.text(0, y, 'refuses', ha='center', va='center', fontsize=6, color='#777777')
+        if None in lost:
+            ax.text(0, y, 'refuses', ha='center', va='center', fontsize=6, color='#777777')
         else:
             for v in lost:
                 x, mark = (1.2, 'x') if math.isnan(v) else (min(max(v, -.18), 1.2), 'o')

@@ -150,7 +150,8 @@ def recommend(
                                               'torch.autocast("cpu", torch.bfloat16) is worth a try.')
     if gpu and r.bf16_speed > 1.5: out.append('BF16 is fast here and needs no loss scale: start with it, and use FP16 '
                                               'with a loss scaler where its three extra bits of fraction matter.')
-    elif gpu and r.fp16_speed > 1.5: out.append('FP16 is fast here and BF16 is not: train in FP16 with a loss scaler.')
+    elif gpu and r.fp16_speed > 1.5:
+        out.append('FP16 is fast here and BF16 is not: train in FP16 with a loss scaler.')
     elif gpu: out.append('Neither FP16 nor BF16 is faster than FP32 here: train in FP32 unless memory is short.')
     if r.torchvision:
         out.append(f'torchvision does not import ({r.torchvision}), so `from fastai.vision.all import *` cannot work: '

@@ -90,7 +90,8 @@ def gradients(
     held = [p.detach().clone() for p in model.parameters()]
     half_pass(dtype, scale)(model, xb, yb, torch.optim.SGD(model.parameters(), lr=0.), toy.loss_func)
     with torch.no_grad():
-        for p, h in zip(model.parameters(), held): p.copy_(h)      # 0 × inf is NaN: SGD with lr 0 may have written one
+        # 0 × inf is NaN: SGD with lr 0 may have written one
+        for p, h in zip(model.parameters(), held): p.copy_(h)
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 # %% ../nbs/04_failures.ipynb #267bc4fb
@@ -102,9 +103,11 @@ def scale_report(
     "The shares of recorded gradients that one loss scale would lose"
     fmt = get_format(fmt)
     live = g[(g != 0) & g.isfinite()].double()
-    if not len(live): raise ValueError('There is no non-zero gradient among these: record some first.')
+    if not len(live):
+        raise ValueError('There is no non-zero gradient among these: record some first.')
     scaled, edge = live.abs() * 2.**log2_scale, fmt.max + fmt.spacing(fmt.max) / 2
-    under, over = scaled <= fmt.smallest_subnormal / 2, scaled >= edge     # a tie goes to 0, or to infinity
+    # a tie goes to 0, or to infinity
+    under, over = scaled <= fmt.smallest_subnormal / 2, scaled >= edge
     return under.double().mean().item(), over.double().mean().item()
 
 # %% ../nbs/04_failures.ipynb #4a0e1f01
@@ -114,7 +117,8 @@ def _edges(fmt):
     half = fmt.smallest_subnormal/2
     marks = torch.tensor([half, fmt.tiny - half, fmt.max + fmt.spacing(fmt.max)/2])
     cast = quantize(marks, fmt, overflow='inf' if fmt.has_inf else 'nan')
-    reached = torch.stack([cast[0] > 0, cast[1] >= fmt.tiny, ~cast[2].isfinite()])      # a tie goes down, or not
+    # a tie goes down, or not
+    reached = torch.stack([cast[0] > 0, cast[1] >= fmt.tiny, ~cast[2].isfinite()])
     return torch.where(reached, marks, marks.nextafter(torch.tensor(math.inf)))
 
 def _octave(x):
@@ -169,7 +173,7 @@ def vanished_gradients(
     dtype=torch.float16,       # of forward and backward
     toy: str | Toy = 'deep_sigmoid', # whose gradients vanish
     steps: int | None = None,  # fewer or more than the toy's own
-    step=None,                 # another remedy: a step for `fit`, in place of `half_pass(dtype, scale)`
+    step=None,  # another remedy: a step for `fit`, in place of `half_pass(dtype, scale)`
     seed: int = 0,             # of weights and batches
     device='cpu',              # where it runs
 ) -> Run: # ends early where the loss is infinite or NaN

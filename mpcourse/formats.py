@@ -41,10 +41,14 @@ def _validate_fields(
 ):
     "ValueError for fields that no format here can have"
     kinds = ('ieee', 'fn', 'fnuz', 'finite', 'scale')
-    if kind not in kinds: raise ValueError(f'There is no kind {kind!r}: take one of {", ".join(kinds)}.')
-    if not (isinstance(e, int) and 2 <= e <= 10): raise ValueError(f'{e!r} exponent bits cannot work: take 2 to 10.')
-    if not (isinstance(m, int) and 0 <= m <= 52): raise ValueError(f'{m!r} fraction bits cannot work: take 0 to 52.')
-    if kind == 'scale' and m: raise ValueError(f'{m} fraction bits cannot work, as a scale has none: take 0.')
+    if kind not in kinds:
+        raise ValueError(f'There is no kind {kind!r}: take one of {", ".join(kinds)}.')
+    if not (isinstance(e, int) and 2 <= e <= 10):
+        raise ValueError(f'{e!r} exponent bits cannot work: take 2 to 10.')
+    if not (isinstance(m, int) and 0 <= m <= 52):
+        raise ValueError(f'{m!r} fraction bits cannot work: take 0 to 52.')
+    if kind == 'scale' and m:
+        raise ValueError(f'{m} fraction bits cannot work, as a scale has none: take 0.')
 
 # %% ../nbs/01_formats.ipynb #dc32aa74
 @dataclass(frozen=True)
@@ -194,11 +198,13 @@ def get_format(
 )->FloatFormat:
     "The format of that name"
     if isinstance(fmt, FloatFormat): return fmt
-    if isinstance(fmt, torch.dtype) and (n := str(fmt).removeprefix('torch.')) in _DTYPES: return _DTYPES[n]
+    if isinstance(fmt, torch.dtype) and (n := str(fmt).removeprefix('torch.')) in _DTYPES:
+        return _DTYPES[n]
     name = str(fmt).lower()
     if name in FORMATS: return FORMATS[name]
     if exmy := re.fullmatch(r'e(\d+)m(\d+)', name): return FloatFormat(*map(int, exmy.groups()))
-    raise ValueError(f'There is no format {fmt!r}: take one of {", ".join(FORMATS)}, or eXmY with any widths.')
+    raise ValueError(f'There is no format {fmt!r}: take one of {", ".join(FORMATS)}, or eXmY with '
+                     'any widths.')
 
 # %% ../nbs/01_formats.ipynb #2c815131
 @patch
@@ -235,10 +241,12 @@ def encode(self:FloatFormat,
     "Codes of the nearest values, ties to even, and `over_code` beyond the range; ValueError for a NaN that has no code"
     v = torch.as_tensor(x, dtype=torch.float64)
     if v.isnan().any() and not self.has_nan:
-        raise ValueError(f'{self.name} has no NaN, and the input holds one: replace it first, with torch.nan_to_num.')
+        raise ValueError(f'{self.name} has no NaN, and the input holds one: replace it first, with '
+                         'torch.nan_to_num.')
     code, neg, sign = self._index(v.nan_to_num(0.), torch.round), v.signbit(), 2**(self.bits - 1)
     code = torch.where(code > self.max_code, self.over_code, code)
-    if self.has_nan: code = code.masked_fill(v.isnan() | (v < 0) & (self.kind == 'scale'), self.nan_code)
+    if self.has_nan:
+        code = code.masked_fill(v.isnan() | (v < 0) & (self.kind == 'scale'), self.nan_code)
     if self.kind == 'scale': neg = torch.zeros_like(neg)
     if self.kind == 'fnuz': neg = neg & (code > 0) & (code < sign)
     code = torch.where(neg, code + sign, code)
@@ -261,8 +269,10 @@ def neighbours(self:FloatFormat,
 )->tuple: # (the largest value below x, the smallest above), ∓inf where there is none; floats or float64 tensors, like x
     "The format's values on either side of x, x itself excluded"
     v = torch.as_tensor(x, dtype=torch.float64)
-    if v.isnan().any(): raise ValueError('NaN has no neighbours: it lies nowhere on the number line.')
-    k = torch.where(v < 0, -self._index(v, torch.ceil), self._index(v, torch.floor)) # the last value that is ≤ x
+    if v.isnan().any():
+        raise ValueError('NaN has no neighbours: it lies nowhere on the number line.')
+    # the last value that is ≤ x
+    k = torch.where(v < 0, -self._index(v, torch.ceil), self._index(v, torch.floor))
     k = k.clamp(-self.max_code - 1, self.max_code)
     if self.kind == 'scale': k = k.masked_fill(v < self.tiny, -1)
     below, above = self._at(k - (self._at(k) == v).long()), self._at(k + 1)
@@ -271,7 +281,9 @@ def neighbours(self:FloatFormat,
 @patch
 def values(self:FloatFormat)->torch.Tensor: # float64, ascending, −0 left out
     "All finite values; ValueError for a format of more than 16 bits"
-    if self.bits > 16: raise ValueError(f'{self.name} has 2^{self.bits} codes, too many to list: take 16 bits at most.')
+    if self.bits > 16:
+        raise ValueError(f'{self.name} has 2^{self.bits} codes, too many to list: take 16 bits at '
+                         'most.')
     v = self.decode(torch.arange(2**self.bits))
     return (v[v.isfinite()] + 0.).unique() # −0 + 0 = +0
 
@@ -283,10 +295,12 @@ def parse_number(
     "The number that a text stands for; ValueError for any other text"
     s = str(text).strip().replace('**', '^').replace('−', '-')
     try:
-        if m := re.fullmatch(r'(-?)(\d+)\^(-?\d{1,4})', s): return float(m[1] + '1')*float(m[2])**int(m[3])
+        if m := re.fullmatch(r'(-?)(\d+)\^(-?\d{1,4})', s):
+            return float(m[1] + '1')*float(m[2])**int(m[3])
         return float(Fraction(s)) if '/' in s else float(s)
     except (ValueError, ArithmeticError):
-        raise ValueError(f'{text!r} is not a number that FP64 holds: type one like 0.1, 2^-14, 1/3 or inf.') from None
+        raise ValueError(f'{text!r} is not a number that FP64 holds: type one like 0.1, 2^-14, 1/3 '
+                         'or inf.') from None
 
 def _error(
     x:float, # what was to be stored

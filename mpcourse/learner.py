@@ -53,7 +53,8 @@ class MonitorCB(ContextCB):
         c, learn = self.collector, self.learn
         if is_training(learn):
             c.model, c.opt = learn.model, self.kwargs.get('opt', learn.opt)
-            scalers = [vars(cb)['scaler'] for cb in learn.cbs if 'scaler' in vars(cb)]      # ours, or fastai's
+            # ours, or fastai's
+            scalers = [vars(cb)['scaler'] for cb in learn.cbs if 'scaler' in vars(cb)]
             c.scaler = self.kwargs.get('scaler', scalers[0] if scalers else None)
             c.open()
         try: yield
@@ -118,7 +119,8 @@ class WarnCB(Callback):
     def after_step(self):
         "Judge the latest collections; keep the first warning, and act on it"
         c = self.learn.monitor_cb.collector
-        if not c.entries or c.entries[-1][0] != c.n - 1 or 'flushed' not in c.entries[-1][-1]: return
+        if not c.entries or c.entries[-1][0] != c.n - 1 or 'flushed' not in c.entries[-1][-1]:
+            return
         self.verdict = early_warning(c.frame(10), self.limit)
         if self.verdict.warns and not self.warning:
             self.warning = self.verdict
@@ -154,7 +156,8 @@ class ALSViewCB(Callback):
         "Find the scaler; ValueError if there is none, or another one"
         scalers = [c.scaler for c in self.learn.cbs if isinstance(c, MixedPrecisionCB)]
         if not scalers or not isinstance(scalers[0], ALSScaler):
-            raise ValueError('There is no ALSScaler to look at: call learn.to_mixed(ALSScaler()) first.')
+            raise ValueError('There is no ALSScaler to look at: call learn.to_mixed(ALSScaler()) '
+                             'first.')
         if self.learn.lock.locked(): return                  # a validation
         self.after_fit()
         self.scaler, self.frames, self.scales = scalers[0], [], []

@@ -53,7 +53,7 @@ class OverflowWatch:
         seen, self.seen, self.steps = self.seen, [], self.steps + 1
         flags = torch.stack([f.to(seen[0][2].device) for *_, f in seen]).tolist() if seen else []
         of_weights = [any(f) for (_, kind, _), f in zip(seen, flags) if kind == 'weight_grad']
-        if of_weights and not any(of_weights): return None                  # an infinity that did no harm
+        if of_weights and not any(of_weights): return None  # an infinity that did no harm
         for (name, kind, _), (nan, inf) in zip(seen, flags):
             if not (nan or inf): continue
             direction = 'backward' if kind.endswith('_grad') else 'forward'
@@ -165,7 +165,8 @@ def early_warning(
 )->Verdict:
     "Has any layer, on average over the last three collections that were finite, lost this share of its gradient?"
     table = share_table(frame, kind=kind)
-    if len(table) < 3: return Verdict(False, f'There are {len(table)} finite collections, and three are needed.')
+    if len(table) < 3:
+        return Verdict(False, f'There are {len(table)} finite collections, and three are needed.')
     late = table.iloc[-3:].mean()
     lost = f'{late.idxmax()} lost {late.max():.0%} of its gradient, and {late.idxmin()} {late.min():.0%}.'
     return Verdict(bool(late.max() >= limit), lost, late.idxmax())

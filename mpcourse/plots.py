@@ -166,7 +166,8 @@ def figure_html(
 def _frame(f, values, alt):
     "What f shows for these values, as HTML; a ValueError as its sentence"
     try: out = f(**values)
-    except ValueError as e: return f'<p role="alert" style="color:#b00020">{html.escape(str(e))}</p>'
+    except ValueError as e:
+        return f'<p role="alert" style="color:#b00020">{html.escape(str(e))}</p>'
     parts = out if isinstance(out, (list, tuple)) else [out]
     return ''.join(p if isinstance(p, str) else figure_html(p, alt) for p in parts)
 
@@ -225,7 +226,8 @@ class Explorer:
 
     def _repr_mimebundle_(self, **kwargs):
         data = self.box._repr_mimebundle_(**kwargs)
-        if os.environ.get('MPCOURSE_PAGES') and self.pages: data = {**data, 'text/html': self.page_html()}
+        if os.environ.get('MPCOURSE_PAGES') and self.pages:
+            data = {**data, 'text/html': self.page_html()}
         return data
 
 def explore(

@@ -33,7 +33,8 @@ def _beyond(
 )->torch.Tensor: # like r, within fmt's range
     "Apply `overflow` to values beyond the format's largest"
     if overflow == 'saturate': return r.clamp(-fmt.max, fmt.max)
-    if rounding == 'toward_zero': r = torch.where(r.isinf(), r, r.clamp(-fmt.max, fmt.max)) # it only cuts
+    # it only cuts
+    if rounding == 'toward_zero': r = torch.where(r.isinf(), r, r.clamp(-fmt.max, fmt.max))
     fate = torch.tensor(torch.inf if overflow == 'inf' else torch.nan, dtype=r.dtype, device=r.device)
     return torch.where(r.abs() > fmt.max, fate.copysign(r), r)
 
@@ -107,15 +108,20 @@ def _validate(x, fmt, rounding, overflow):
     "ValueError or TypeError for what quantize cannot do"
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         got = f'a tensor of {x.dtype}' if isinstance(x, torch.Tensor) else f'{x!r}'
-        raise TypeError(f'quantize got {got}, and rounds only floating-point tensors and numbers: call .float().')
+        raise TypeError(f'quantize got {got}, and rounds only floating-point tensors and numbers: '
+                        'call .float().')
     for what, choice, there in (('rounding', rounding, ROUNDINGS), ('overflow', overflow, OVERFLOWS)):
-        if choice not in there: raise ValueError(f'There is no {what} {choice!r}: take one of {", ".join(there)}.')
+        if choice not in there:
+            raise ValueError(f'There is no {what} {choice!r}: take one of {", ".join(there)}.')
     lacks = {'inf': not fmt.has_inf, 'nan': not fmt.has_nan}.get(overflow)
     if lacks:
         there = "'saturate' or 'nan'" if fmt.has_nan else "'saturate'"
-        raise ValueError(f'{fmt.name} has no {overflow}, so overflow={overflow!r} cannot work: take {there}.')
-    if not fmt.has_nan and x.numel() and x.float().amax().isnan(): # a maximum is NaN if any element is
-        raise ValueError(f'{fmt.name} has no NaN, and the tensor holds one: replace it first, with torch.nan_to_num.')
+        raise ValueError(f'{fmt.name} has no {overflow}, so overflow={overflow!r} cannot work: '
+                         f'take {there}.')
+    # a maximum is NaN if any element is
+    if not fmt.has_nan and x.numel() and x.float().amax().isnan():
+        raise ValueError(f'{fmt.name} has no NaN, and the tensor holds one: replace it first, with '
+                         'torch.nan_to_num.')
 
 # %% ../nbs/02_rounding.ipynb #ea349a95
 @torch.no_grad()

@@ -83,7 +83,8 @@ class Recording:
         name:str='recorded', # of the trace
     )->Trace:
         "What was recorded so far; ValueError if nothing was"
-        if not self.hists: raise ValueError('Nothing was recorded: give this object to `fit` as its step first.')
+        if not self.hists:
+            raise ValueError('Nothing was recorded: give this object to `fit` as its step first.')
         return trace_from_hists(name, self.amax, self.hists)
 
 def record_trace(
@@ -107,7 +108,7 @@ def thresholds(
     if not (fmt.has_inf or fmt.has_nan): return math.inf, zero         # it can only saturate
     over = fmt.max + fmt.spacing(fmt.max)/2
     tie = quantize(over, fmt, overflow='inf' if fmt.has_inf else 'nan')
-    if math.isfinite(tie): over = math.nextafter(over, math.inf)       # E4M3's goes to its largest number
+    if math.isfinite(tie): over = math.nextafter(over, math.inf) # E4M3's goes to its largest number
     return over, zero
 
 def entries_below(
@@ -159,7 +160,8 @@ def as_trace(
     "Good steps as a trace"
     if isinstance(like, Trace): return like
     g = lognormal() if like is None else torch.as_tensor(like).detach()
-    if not g.isfinite().all(): raise ValueError('These gradients hold an infinity or a NaN: give finite gradients.')
+    if not g.isfinite().all():
+        raise ValueError('These gradients hold an infinity or a NaN: give finite gradients.')
     return trace_from_hists('calm', [g.abs().max().item()], [log2_hist(g)])
 
 def burst_of(
@@ -172,10 +174,11 @@ def burst_of(
     bad = torch.as_tensor(bad, dtype=torch.bool)
     calm = as_trace(like)
     if not len(bad): raise ValueError('A trace of no steps has no use: give at least one.')
-    up = down = 0                                         # octaves by which the bad steps are larger or smaller
+    up = down = 0  # octaves by which the bad steps are larger or smaller
     if math.isfinite(factor):
         if factor <= 0 or math.frexp(factor)[0] != .5:
-            raise ValueError(f'A bad step cannot be {factor:g} times as large: take a power of two, inf or nan.')
+            raise ValueError(f'A bad step cannot be {factor:g} times as large: take a power of '
+                             'two, inf or nan.')
         up = max(int(math.log2(factor)), 0)
         down = max(-int(math.log2(factor)), 0)
         counts, zeros, broken = F.pad(calm.counts, (up, down)), calm.zeros, calm.broken
@@ -184,7 +187,7 @@ def burst_of(
         counts, zeros, broken = calm.counts*0, calm.zeros*0, everything
     t = torch.arange(len(bad)) % len(calm)
     amax = torch.where(bad, calm.amax[t]*factor, calm.amax[t])
-    kind = calm.kind[t] + bad*len(calm.counts)            # the bad steps' rows stand below the good ones'
+    kind = calm.kind[t] + bad*len(calm.counts)  # the bad steps' rows stand below the good ones'
     counts = torch.cat([F.pad(calm.counts, (down, up)), counts])
     zeros = torch.cat([calm.zeros, zeros])
     return Trace(name, amax, kind, counts, calm.lo - down, zeros, torch.cat([calm.broken, broken]), bad)
@@ -199,7 +202,8 @@ def overflow_burst(
 )->Trace:
     "Good batches, then bad ones in a row, then good ones again"
     if min(n, at, after) < 0:
-        raise ValueError(f'{n} bad batches, {at} good ones before them, {after} after: none can be negative.')
+        raise ValueError(f'{n} bad batches, {at} good ones before them, {after} after: none can be '
+                         'negative.')
     return burst_of([at <= i < at + n for i in range(at + n + after)], f'{n} hard batches at {at}', like, factor)
 
 def random_burst(
@@ -210,7 +214,8 @@ def random_burst(
     factor:float=math.inf, # see `burst_of`
 )->Trace:
     "Bad batches at random"
-    if not 0 <= rate <= 1: raise ValueError(f'rate={rate} cannot work: take a probability, from 0 to 1.')
+    if not 0 <= rate <= 1:
+        raise ValueError(f'rate={rate} cannot work: take a probability, from 0 to 1.')
     bad = torch.rand(steps, generator=torch.Generator().manual_seed(run_seed(seed))) < rate
     return burst_of(bad, f'{rate:.1%} bad batches', like, factor)
 
@@ -241,7 +246,8 @@ def load_trace(
     path, # a file from `save_trace`
 )->Trace:
     "Read a trace; FileNotFoundError if there is no such file, ValueError if it holds no trace"
-    if not Path(path).is_file(): raise FileNotFoundError(f'There is no file {str(path)!r}: give one from save_trace.')
+    if not Path(path).is_file():
+        raise FileNotFoundError(f'There is no file {str(path)!r}: give one from save_trace.')
     try:
         doc = json.loads(Path(path).read_text(encoding='utf-8'))
         if doc['trace'] != 1: raise ValueError
@@ -254,7 +260,8 @@ def load_trace(
         if not (len(t['broken']) == kinds > int(kind.max()) and kind.min() >= 0): raise ValueError
         return Trace(str(doc['name']), kind=kind, bad=bad, lo=int(doc['lo']), **t)
     except (ValueError, KeyError, TypeError, RuntimeError):
-        raise ValueError(f'{str(path)!r} is not a whole trace: write one with `save_trace`.') from None
+        raise ValueError(f'{str(path)!r} is not a whole trace: write one with '
+                         '`save_trace`.') from None
 
 # %% ../nbs/14_simulator.ipynb #079c465f
 def _statistic(trace, t, want, s, fmt):
@@ -266,15 +273,17 @@ def _statistic(trace, t, want, s, fmt):
     if want == 'loss_finite': return float(math.isfinite(trace.amax[t]))  # whatever the scale
     if want == ('amax', 'loss'): return 1.                                # never zero
     if want == 'amax': return x + math.inf if over else quantize(x, fmt)
-    if want == 'numel': return (trace.counts[kind].sum() + trace.zeros[kind] + trace.broken[kind]).item()
+    if want == 'numel':
+        return (trace.counts[kind].sum() + trace.zeros[kind] + trace.broken[kind]).item()
     if isinstance(want, tuple) and want[0] == 'above':
-        edge = min(want[1], thresholds(fmt)[0])                           # infinities lie above any edge
+        edge = min(want[1], thresholds(fmt)[0])  # infinities lie above any edge
         if x < edge: return 0.
         counts = trace.counts[kind][None]
         above = (counts.sum() - entries_below(counts, trace.lo, torch.tensor([edge/s]))).item()
         if x == math.inf: above += trace.broken[kind].item()
-        return max(above, float(x == x))                                  # the largest one, unless it is NaN
-    raise ValueError(f'A trace of gradient magnitudes cannot tell {want!r}: try this policy in a training.')
+        return max(above, float(x == x))  # the largest one, unless it is NaN
+    raise ValueError(f'A trace of gradient magnitudes cannot tell {want!r}: try this policy in a '
+                     'training.')
 
 def observe(
     trace:Trace, # what happened
@@ -302,7 +311,8 @@ class Result:
         "One row for each policy: scales as powers of two, steps skipped, and the flushed share of the last 20 steps"
         import pandas as pd
         log = self.scales.log2()
-        last = self.scales.shape[1] - 1 - (~self.scales.isnan()).flip(1).long().argmax(1)   # an infinite scale goes on
+        # an infinite scale goes on
+        last = self.scales.shape[1] - 1 - (~self.scales.isnan()).flip(1).long().argmax(1)
         end = log.gather(1, last[:, None])[:, 0]
         lowest = log.where(log.isfinite() | (log == -math.inf), math.inf).amin(1)
         cols = {'start': log[:, 0], 'lowest': lowest, 'end': end, 'skipped': self.skipped.sum(1)}
@@ -377,14 +387,16 @@ def replay(
 )->Result:
     "Run policies on a trace"
     if not isinstance(trace, Trace):
-        raise ValueError(f'{trace!r} is not a Trace: take overflow_burst(), random_burst() or load_trace(path).')
+        raise ValueError(f'{trace!r} is not a Trace: take overflow_burst(), random_burst() or '
+                         'load_trace(path).')
     if start is not None: validate_scale(start, 2.**-126)
     named = named_policies(policies)
     scales = torch.full((len(named), len(trace) + 1), math.nan, dtype=torch.float64)
     skipped = torch.zeros(len(named), len(trace), dtype=torch.bool)
     stopped = {}
     for i, (name, policy) in enumerate(named.items()):
-        by_rule = isinstance(policy, str) and policy in RULES and policy != 'logmax'    # which needs magnitudes
+        # which needs magnitudes
+        by_rule = isinstance(policy, str) and policy in RULES and policy != 'logmax'
         if by_rule: used, lost, why = _by_rule(policy, trace, start, fmt)
         else: used, lost, why = _by_scaler(fresh(policy, start), trace, fmt)
         scales[i, :len(used)] = torch.tensor(used, dtype=torch.float64)
@@ -398,7 +410,7 @@ LABELS = dict(scales='loss scale', flushed='share flushed to zero')
 
 def _name_lines(ax, ends, gap=.07):
     "Write (name, last value, colour) of each line to the right of it, pushed apart where lines end close together"
-    ax.get_ylim()                                        # settles the limits, so that heights are known
+    ax.get_ylim()  # settles the limits, so that heights are known
     def height(end): return ax.transAxes.inverted().transform(ax.transData.transform((0, end[1])))[1]
     ends = sorted(ends, key=height)
     heights = [height(end) for end in ends]
@@ -425,7 +437,8 @@ def plot_result(
 ):  # the Axes; set its limits before, since the names stand where the lines end
     "A line for each policy, or for several that did the same, named at its end; a tick at the foot for each bad step"
     import matplotlib.pyplot as plt
-    if what not in LABELS: raise ValueError(f'There is no {what!r} to plot: take {" or ".join(LABELS)}.')
+    if what not in LABELS:
+        raise ValueError(f'There is no {what!r} to plot: take {" or ".join(LABELS)}.')
     names = names or result.names
     if ax is None: ax = plt.subplots()[1]
     lines, ends = _lines(result, what, names), []
@@ -454,7 +467,8 @@ def corrupt(
     "A batch with a few pictures that are far too bright: finite in FP32, infinite in FP16"
     x, rest = (xb[0], tuple(xb[1:])) if isinstance(xb, tuple) else (xb, None)
     if not x.is_floating_point():
-        raise ValueError(f'These inputs are {x.dtype}, which have no brightness: write a function for them.')
+        raise ValueError(f'These inputs are {x.dtype}, which have no brightness: write a function '
+                         'for them.')
     hit = torch.randperm(len(x), generator=generator)[:max(1, round(share*len(x)))].to(x.device)
     x = x.index_copy(0, hit, x[hit]*factor)
     return x if rest is None else (x, *rest)

@@ -28,7 +28,7 @@ class Data:
     valid: tuple          # the same, for judging
     n_out: int            # how many classes or symbols a model has to tell apart
     extra: tuple = ()     # further inputs that every batch carries whole (the ten captions)
-    note: str = ''        # a sentence when the data are not quite those that the course was written with
+    note: str = ''  # a sentence when the data are not quite those that the course was written with
 
     def __repr__(self):
         sizes = f'{len(self.train[1]):,} to train, {len(self.valid[1]):,} to judge, {self.n_out} classes'
@@ -46,7 +46,8 @@ def digits(
 ) -> Data: # images (N, 1, 8, 8), float32 in [0, 1], and classes (N,), int64
     "1,797 real handwritten digits, 1,437 to train on and 360 to judge on, always the same"
     pixels, classes = _sklearn_digits()
-    order = np.random.RandomState(1234).permutation(len(classes))   # numpy promises that this stream never changes
+    # numpy promises that this stream never changes
+    order = np.random.RandomState(1234).permutation(len(classes))
     x = torch.tensor(pixels[order], dtype=torch.float32).view(-1, 1, 8, 8).div(16).to(device)
     y = torch.tensor(classes[order], dtype=torch.int64).to(device)
     return Data('digits', (x[:1437], y[:1437]), (x[1437:], y[1437:]), 10)
@@ -77,7 +78,8 @@ def batches(
     "Exactly `steps` shuffled batches of the training part"
     (x, y), gen = data.train, _generator(seed)
     n = len(y)
-    if not 0 < bs <= n: raise ValueError(f'A batch of {bs} cannot be drawn from {n} examples: ask for 1 to {n}.')
+    if not 0 < bs <= n:
+        raise ValueError(f'A batch of {bs} cannot be drawn from {n} examples: ask for 1 to {n}.')
     order = torch.empty(0, dtype=torch.int64)
     for _ in range(steps):
         if len(order) < bs: order = torch.randperm(n, generator=gen)
@@ -177,9 +179,9 @@ def fit(
     batches: Iterable,         # of (inputs, targets); the loop goes through it once
     opt,                       # the optimizer
     loss_func=cross_entropy,   # (logits, targets) -> 0-dim loss
-    step=plain_step,           # (model, xb, yb, opt, loss_func) -> loss, or a dict of numbers with a 'loss'
+    step=plain_step,  # (model, xb, yb, opt, loss_func) -> loss, or a dict of numbers with a 'loss'
     schedule=None,             # step number -> factor of the learning rate
-    on_step=None,              # (step number, record) -> True to stop; may add numbers to the record
+    on_step=None,  # (step number, record) -> True to stop; may add numbers to the record
 ) -> dict: # one list of floats per recorded name: {'loss': [...], ...}
     "Train a model: the one loop over batches"
     records, base = [], [g['lr'] for g in opt.param_groups]
@@ -190,7 +192,9 @@ def fit(
         out = step(model, xb, yb, opt, loss_func)
         records.append(out if isinstance(out, dict) else {'loss': out})
         if on_step and on_step(i, records[-1]): break
-    if not records: raise ValueError('fit was given no batch: the iterable is empty, or an earlier fit has used it up.')
+    if not records:
+        raise ValueError('fit was given no batch: the iterable is empty, or an earlier fit has '
+                         'used it up.')
     return _columns(records)
 
 # %% ../nbs/03_toys.ipynb #2d23ec31
@@ -234,7 +238,8 @@ def half_pass(
         xb = tuple(_cast(x, dtype) for x in (xb if isinstance(xb, tuple) else (xb,)))
         loss = loss_func(functional_call(model, low, xb).float(), yb)
         opt.zero_grad()
-        (loss * scale).backward()        # a gradient comes back through the cast: a 16-bit number, stored in FP32
+        # a gradient comes back through the cast: a 16-bit number, stored in FP32
+        (loss * scale).backward()
         for p in model.parameters():
             if p.grad is not None: p.grad /= scale
         opt.step()
@@ -294,7 +299,8 @@ def heads_score(
     return (pred[:, :10].argmax(1) == y[:, 0]).float().mean().item(), F.mse_loss(pred[:, 10:], y[:, 1:]).item()
 
 # %% ../nbs/03_toys.ipynb #2587ebc6
-ALPHABET = '\n' + ''.join(chr(c) for c in range(32, 127))  # 96 symbols; what is not among them is dropped
+# 96 symbols; what is not among them is dropped
+ALPHABET = '\n' + ''.join(chr(c) for c in range(32, 127))
 TEXT_SHA = '501884b69eb354f5'  # of the slice on Python 3.11
 
 def _topics():
@@ -312,7 +318,8 @@ def encode_text(
     "Characters as numbers"
     place = {c: i for i, c in enumerate(ALPHABET)}
     if bad := sorted(set(s) - set(place)):
-        raise ValueError(f'{bad[0]!r} is not in the alphabet (newline and printable ASCII): leave it out.')
+        raise ValueError(f'{bad[0]!r} is not in the alphabet (newline and printable ASCII): leave '
+                         'it out.')
     return torch.tensor([place[c] for c in s], dtype=torch.int64)
 
 def windows(
@@ -402,7 +409,8 @@ def warmup_cosine(
     warmup: int, # steps of linear rise
 ) -> Callable: # step number -> factor in (0, 1]
     "Rise linearly, fall along a cosine"
-    if not 0 <= warmup < steps: raise ValueError(f'A warm-up of {warmup} steps does not fit into {steps}: shorten it.')
+    if not 0 <= warmup < steps:
+        raise ValueError(f'A warm-up of {warmup} steps does not fit into {steps}: shorten it.')
     def factor(i):
         if i < warmup: return (i + 1) / warmup
         return 0.5 * (1 + math.cos(math.pi * (i - warmup) / (steps - warmup)))
@@ -422,7 +430,7 @@ class Toy:
     loss: tuple                       # interval of the mean of the last 20 training losses, in FP32
     acc: tuple                        # interval of the validation accuracy, in FP32
     loss_func: Callable = cross_entropy # (logits, targets) -> 0-dim loss
-    warmup: int | None = None         # steps of warm-up before a cosine; None: a constant learning rate
+    warmup: int | None = None  # steps of warm-up before a cosine; None: a constant learning rate
 
     def schedule(self, steps):
         "The factor of the learning rate, for a training of so many steps; None where it is constant"

@@ -47,7 +47,8 @@ class TwoTowers(nn.Module):
         act=nn.Sigmoid,   # the picture tower's activation
     ):
         super().__init__()
-        self.image = mlp([64] + [width]*(depth-1) + [d], act, seed=torch.initial_seed())  # `seeded` has set it
+        # `seeded` has set it
+        self.image = mlp([64] + [width]*(depth-1) + [d], act, seed=torch.initial_seed())
         self.chars = nn.Embedding(len(ALPHABET), 16)
         self.words = nn.Sequential(nn.Flatten(), nn.Linear(5*16, width), nn.ReLU(), nn.Linear(width, d))
         self.log_scale = nn.Parameter(torch.tensor(math.log(1/0.07)))  # CLIP's temperature, learned
@@ -74,7 +75,8 @@ def contrastive(
     right = right[right.sum(1) > 0]
     share = right / right.sum(1, keepdim=True)
     logp = pred.T[y.bincount(minlength=pred.shape[1]) > 0].log_softmax(1)
-    back = -(share * (logp - share.clamp_min(1e-4).log())).sum(1).mean() # KL divergence: less the targets' entropy
+    # KL divergence: less the targets' entropy
+    back = -(share * (logp - share.clamp_min(1e-4).log())).sum(1).mean()
     return (F.cross_entropy(pred, y) + back) / 2
 
 # %% ../nbs/88_zoo.ipynb #88c4ec0b
@@ -160,7 +162,9 @@ def study(
     "Look a study up; FileNotFoundError outside a clone of the course"
     folder = Path(importlib.util.find_spec('mpcourse').origin).parents[1]/'studies'
     if not folder.is_dir():
-        raise FileNotFoundError('Studies come with a clone of the course, and mpcourse was installed without one.')
+        raise FileNotFoundError('Studies come with a clone of the course, and mpcourse was '
+                                'installed without one.')
     there = sorted(f.stem for f in folder.glob('*.json') if f.with_suffix('.py').exists())
-    if name not in there: raise ValueError(f'There is no study {name!r}: there are {", ".join(there)}.')
+    if name not in there:
+        raise ValueError(f'There is no study {name!r}: there are {", ".join(there)}.')
     return Study(folder/f'{name}.json')
