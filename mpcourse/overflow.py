@@ -26,22 +26,25 @@ class Overflow:
     direction:str # 'forward' or 'backward'
     what:str # 'inf' or 'nan'
     kind:str # of the tensor
-    step:int=None # of the training, from 0
-    op:str=None # the operation that made it, where that was looked for
+    step:int|None=None # of the training, from 0
+    op:str|None=None # the operation that made it, where that was looked for
 
     def __str__(self):
-        when, by = '' if self.step is None else f'step {self.step}, ', f' (by {self.op})' if self.op else ''
-        return f'{when}{self.direction} pass: {self.kind} of {self.name} is {self.what}{by}.'
+        text = f'{self.direction} pass: {self.kind} of {self.name} is {self.what}'
+        if self.step is not None: text = f'step {self.step}, {text}'
+        if self.op: text += f' (by {self.op})'
+        return f'{text}.'
 
 # %% ../nbs/17_overflow.ipynb #20o00021
 class OverflowWatch:
-    "Finds what was not finite first in each step, with two flags a tensor and one look at the device"
+    "Finds what was not finite first in each step: two flags a tensor, one look at the device"
     def __init__(self,
         model:nn.Module, # to be watched
         kinds=('activation', 'activation_grad', 'weight_grad'), # as for `TensorHooks`
         names=None, types=None, # as for `TensorHooks`
     ):
-        self.seen, self.steps, self.events = [], 0, []
+        self.seen, self.events = [], []
+        self.steps = 0
         self.hooks = TensorHooks(model, self.see, kinds, names, types)
 
     def see(self, name, kind, t):
@@ -50,15 +53,20 @@ class OverflowWatch:
 
     def step(self)->Overflow: # or None if all was finite
         "The first overflow of this step; call it once a step, after the backward pass"
-        seen, self.seen, self.steps = self.seen, [], self.steps + 1
-        flags = torch.stack([f.to(seen[0][2].device) for *_, f in seen]).tolist() if seen else []
+        seen = self.seen
+        self.seen = []
+        self.steps += 1
+        if not seen: return None
+        device = seen[0][2].device
+        flags = torch.stack([f.to(device) for *_, f in seen]).tolist()
         of_weights = [any(f) for (_, kind, _), f in zip(seen, flags) if kind == 'weight_grad']
         if of_weights and not any(of_weights): return None  # an infinity that did no harm
         for (name, kind, _), (nan, inf) in zip(seen, flags):
             if not (nan or inf): continue
             direction = 'backward' if kind.endswith('_grad') else 'forward'
-            self.events.append(Overflow(name, direction, 'nan' if nan else 'inf', kind, self.steps - 1))
-            return self.events[-1]
+            first = Overflow(name, direction, 'nan' if nan else 'inf', kind, self.steps - 1)
+            self.events.append(first)
+            return first
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.hooks.remove()
@@ -68,7 +76,10 @@ def _what_bad(t): return 'nan' if t.isnan().any() else 'inf'
 
 class Whereabouts:
     "A context that knows to which module an operation belongs"
-    def __init__(self): self.names, self.running, self.spans = {}, [], []
+    def __init__(self):
+        self.names = {}     # module -> its name
+        self.running = []   # (module, number of the next node), the innermost last
+        self.spans = []     # (first node, end, module) of those that have run
 
     def __enter__(self):
         hooks = nn.modules.module
@@ -95,37 +106,53 @@ class Whereabouts:
         "The module whose operation is running now"
         if self.running: return self.running[-1][0]
         node = torch._C._current_autograd_node()
-        made = -1 if node is None else node._sequence_nr()
-        around = [(end - first, i) for i, (first, end, _) in enumerate(self.spans) if first <= made < end]
-        return self.spans[min(around)[1]][2] if around else None
+        if node is None: return None
+        made = node._sequence_nr()
+        around = [span for span in self.spans if span[0] <= made < span[1]]
+        if not around: return None
+        return min(around, key=lambda span: span[1] - span[0])[2]
 
 class FirstBad(TorchDispatchMode):
-    "Remembers the first operation that made something infinite or NaN out of finite numbers, and in which module"
+    "Remembers the first operation that made an infinity or NaN of finite numbers, and its module"
     WRITES = ('fill', 'empty', 'full', 'where') # what writes on purpose, or does not write at all
     def __init__(self, where):
         super().__init__()
-        self.where, self.found = where, None
+        self.where = where
+        self.found = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         name = func._overloadpacket.__name__
-        given = [t for _, t in named_tensors('', [*args, *(kwargs or {}).values()])]
-        look = self.found is None and given and not any(w in name for w in self.WRITES)
-        look = look and all(t.isfinite().all() for t in given)
-        out = func(*args, **(kwargs or {}))
-        bad = [t for _, t in named_tensors('', [out]) if not t.isfinite().all()] if look else []
-        if bad: self.found = self.overflow(name, given[0], bad[0])
+        given = self.tensors([*args, *kwargs.values()])
+        writes = any(w in name for w in self.WRITES)
+        look = self.found is None and given and not writes and not self.nonfinite(given)
+        out = func(*args, **kwargs)
+        if look:
+            bad = self.nonfinite(self.tensors([out]))
+            if bad: self.found = self.overflow(name, given[0], bad[0])
         return out
 
+    def tensors(self, nest):
+        "The tensors in a nest"
+        return [t for _, t in named_tensors('', nest)]
+
+    def nonfinite(self, tensors):
+        "Those that hold an infinity or a NaN"
+        return [t for t in tensors if not t.isfinite().all()]
+
     def overflow(self, op, given, t):
-        "An `Overflow` for the running operation; its name is that of a weight if the operation was given one"
-        module, backward = self.where.module(), torch._C._current_graph_task_id() != -1
-        name = 'the loss' if module is None else self.where.names[module]
-        direction, kind = ('backward', 'gradient') if backward and not self.where.running else ('forward', 'output')
+        "An `Overflow` for the running operation, which may have been given a weight"
+        direction, kind = 'forward', 'output'
+        if torch._C._current_graph_task_id() != -1 and not self.where.running:
+            direction, kind = 'backward', 'gradient'
         if op == '_to_copy':
             op = 'the cast'
             if direction == 'forward': kind = 'input'
-        own = [] if module is None else [n for n, p in module.named_parameters(recurse=False) if p is given]
-        if own: name, kind = f'{name}.{own[0]}', 'weight'
+        module = self.where.module()
+        if module is None: return Overflow('the loss', direction, _what_bad(t), kind, op=op)
+        name = self.where.names[module]
+        for n, p in module.named_parameters(recurse=False):
+            if p is given: return Overflow(f'{name}.{n}', direction, _what_bad(t), 'weight', op=op)
         return Overflow(name, direction, _what_bad(t), kind, op=op)
 
 # %% ../nbs/17_overflow.ipynb #20o00031
@@ -137,18 +164,21 @@ def find_overflow(
     scale=1., # on the loss: a number or a policy
     compute=fp32_accumulate, # makes a context for forward and backward
 )->Overflow: # None where the loss and the weights' gradients are finite
-    "Run a batch again and name the module, the direction and the operation that made the first infinity or NaN"
+    "Run a batch again, and name the module and the operation that made the first infinity or NaN"
     for n, t in [*model.named_parameters(), *named_tensors('input', batch[0])]:
         if t.isfinite().all(): continue
-        return Overflow(n, 'forward', _what_bad(t), 'weight' if isinstance(t, nn.Parameter) else 'input')
+        kind = 'weight' if isinstance(t, nn.Parameter) else 'input'
+        return Overflow(n, 'forward', _what_bad(t), kind)
     with _disable_current_modes(), Whereabouts() as where:
         mode = FirstBad(where)
         @contextmanager
         def looking():
             with compute(), mode: yield
-        finite = replay_batch(model, batch, loss_func, dtype, scale, looking, lambda t: t.isfinite().all())
+        def is_finite(t): return t.isfinite().all()
+        finite = replay_batch(model, batch, loss_func, dtype, scale, looking, is_finite)
     harmless = all(f for (_, kind), f in finite.items() if kind in ('loss', 'weight_grad'))
-    return None if harmless else mode.found
+    if harmless: return None
+    return mode.found
 
 # %% ../nbs/17_overflow.ipynb #20o00046
 @dataclass(frozen=True)
@@ -163,10 +193,11 @@ def early_warning(
     limit:float=.99, # share of a layer's gradient
     kind:str='activation_grad', # of which tensors
 )->Verdict:
-    "Has any layer, on average over the last three collections that were finite, lost this share of its gradient?"
+    "Has a layer lost this share of its gradient, on average over the last three collections?"
     table = share_table(frame, kind=kind)
     if len(table) < 3:
         return Verdict(False, f'There are {len(table)} finite collections, and three are needed.')
     late = table.iloc[-3:].mean()
-    lost = f'{late.idxmax()} lost {late.max():.0%} of its gradient, and {late.idxmin()} {late.min():.0%}.'
-    return Verdict(bool(late.max() >= limit), lost, late.idxmax())
+    most, least = late.idxmax(), late.idxmin()
+    lost = f'{most} lost {late.max():.0%} of its gradient, and {least} {late.min():.0%}.'
+    return Verdict(bool(late.max() >= limit), lost, most)
