@@ -26,16 +26,23 @@ from .toys import plain_step, seeded
 YES, NO = .8, .3                            # chosen on the nine nets of chapter 33
 
 def judge(
-    seen:list, # of one scheme, at each probe: layer -> share that arrived, or None if the batch was lost
+    seen:list, # of one scheme, at each probe: layer -> share that arrived; None: the batch was lost
     no:float=NO, # 'no' if the median over the probes lies below it
 )->tuple: # 'yes', 'no' or 'cannot tell', and why
     "A verdict on one scheme"
-    lost, worst = sum(s is None for s in seen), [min((k, layer) for layer, k in s.items()) for s in seen if s]
-    if lost: return ('no' if 2*lost >= len(seen) else 'cannot tell'), f'{lost} of {len(seen)} batches overflow'
-    kept, layer = min(worst)
-    why = f'{kept:.0%} arrives in {layer}'
-    if median(k for k, _ in worst) < no: return 'no', why
-    return ('yes' if kept >= YES else 'cannot tell'), why
+    lost = seen.count(None)
+    if lost:
+        why = f'{lost} of {len(seen)} batches overflow'
+        if 2*lost >= len(seen): return 'no', why
+        return 'cannot tell', why
+    worst = []                              # (share, layer) of each probe
+    for shares in seen:
+        if shares: worst.append(min((share, layer) for layer, share in shares.items()))
+    share, layer = min(worst)
+    why = f'{share:.0%} arrives in {layer}'
+    if median(s for s, _ in worst) < no: return 'no', why
+    if share >= YES: return 'yes', why
+    return 'cannot tell', why
 
 # %% ../nbs/34_advise.ipynb #98079ea1
 def weight_matrices(
@@ -64,10 +71,11 @@ class SchemeProbe:
         "Run one step with learning rate 0; return its loss and whether it was skipped"
         opt = torch.optim.SGD(self.t.model.parameters(), lr=0.)
         with seeded(seed): out = self.step(self.t.model, *batch, opt, self.t.loss_func)
-        return out if isinstance(out, dict) else dict(loss=out, skipped=0)
+        if isinstance(out, dict): return out
+        return dict(loss=out, skipped=0)
 
     def settle(self, batch, seed, tries=64):
-        "Repeat a batch until it is not skipped and leaves the scheme's scale at a value that it had before"
+        "Repeat a batch until it is not skipped and its scale is one that it had before"
         scales = set()
         for _ in range(tries):
             if self.scaler: scales.add(self.scaler.scale.item())
@@ -83,9 +91,13 @@ class SchemeProbe:
         "The gradients that the scheme computes from a batch"
         self.t.model.load_state_dict(model.state_dict(), strict=False)
         out = self.settle(batch, seed)
-        grads = {n: p.grad.float() for n, p in weight_matrices(self.t.model).items() if p.grad is not None}
-        lost = bool(out['skipped']) or not math.isfinite(float(out['loss']))
-        return None if lost or not all(g.isfinite().all() for g in grads.values()) else grads
+        if out['skipped'] or not math.isfinite(float(out['loss'])): return None
+        grads = {}
+        for name, p in weight_matrices(self.t.model).items():
+            if p.grad is None: continue
+            if not p.grad.isfinite().all(): return None
+            grads[name] = p.grad.float()
+        return grads
 
 # %% ../nbs/34_advise.ipynb #278de3ba
 def as_taken(
@@ -93,16 +105,21 @@ def as_taken(
     opt, # of the model's parameters
     model:nn.Module,
 )->dict: # name -> step, without the learning rate
-    "Gradients as the optimizer scales them: Adam divides by its root mean square, this gradient included; SGD does not"
-    names, out = {p: n for n, p in model.named_parameters()}, dict(grads or {})
+    "Gradients as the optimizer scales them: Adam divides by its root mean square, SGD does not"
+    names = {p: n for n, p in model.named_parameters()}
+    steps = dict(grads or {})
     for group in opt.param_groups:
-        for p in group['params'] if {'betas', 'eps'} <= group.keys() else ():
-            if names.get(p) not in out: continue
-            beta, state, g = group['betas'][1], opt.state.get(p, {}), out[names[p]]
+        if 'betas' not in group or 'eps' not in group: continue
+        beta = group['betas'][1]
+        for p in group['params']:
+            name = names.get(p)
+            if name not in steps: continue
+            g = steps[name]
+            state = opt.state.get(p, {})
             v = beta*state.get('exp_avg_sq', 0.) + (1 - beta)*g.square()
             v = v/(1 - beta**(float(state.get('step', 0)) + 1))
-            out[names[p]] = g/(v.sqrt() + group['eps'])
-    return out
+            steps[name] = g/(v.sqrt() + group['eps'])
+    return steps
 
 def arrived(
     step:dict, fp32:dict, # name -> step of the scheme, and of FP32
@@ -117,7 +134,8 @@ class ShadowModel:
         model:nn.Module,
         rounding:str, # 'nearest' or 'stochastic'
     ):
-        self.rounding, self.first = rounding, {n: p.detach().clone() for n, p in weight_matrices(model).items()}
+        self.rounding = rounding
+        self.first = {n: p.detach().clone() for n, p in weight_matrices(model).items()}
         self.last = dict(self.first)
         self.start = {n: quantize(w, 'bf16') for n, w in self.first.items()}
         self.stored = dict(self.start)
@@ -125,52 +143,75 @@ class ShadowModel:
     def follow(self, model):
         "After a step of FP32, add the same update and round"
         for n, p in weight_matrices(model).items():
-            update, self.last[n] = p.detach() - self.last[n], p.detach().clone()
+            update = p.detach() - self.last[n]
+            self.last[n] = p.detach().clone()
             self.stored[n] = quantize(self.stored[n] + update, 'bf16', self.rounding)
 
     def arrived(self)->dict: # name -> share of FP32's way that it has gone
         "How far each stored weight has moved"
-        gone = {n: self.stored[n] - w for n, w in self.start.items()}
-        return arrived(gone, {n: self.last[n] - w for n, w in self.first.items()})
+        stored, fp32 = {}, {}
+        for n in self.first:
+            stored[n] = self.stored[n] - self.start[n]
+            fp32[n] = self.last[n] - self.first[n]
+        return arrived(stored, fp32)
 
 # %% ../nbs/34_advise.ipynb #fbb1c960
 PROBES = 0, 1, 3, 7, 15, 31, 63, 99         # dense where a net leaves its start
-STEPS = ('BF16', 'FP16 scale 1', 'FP16 measured', 'FP16 hold', 'FP16 ALS', 'FP16 layer-wise', 'E4M3 no scale',
-         'E4M3 measured loss scale', 'E4M3 per tensor', 'E4M3 blocks', 'NVFP4 readout in FP32')
+STEPS = ('BF16', 'FP16 scale 1', 'FP16 measured', 'FP16 hold', 'FP16 ALS', 'FP16 layer-wise',
+         'E4M3 no scale', 'E4M3 measured loss scale', 'E4M3 per tensor', 'E4M3 blocks',
+         'NVFP4 readout in FP32')
 STORED = {'BF16 weights': 'nearest', 'BF16 weights stochastic': 'stochastic'}
 
 class ProbeResults:
     "What was seen of each scheme"
     def __init__(self, t, schemes):
-        self.t, self.trials, self.seen, self.refused, self.losses, self.sizes = t, {}, {}, {}, [], []
+        self.t = t
+        self.probes = {}    # scheme -> SchemeProbe
+        self.shadows = {}   # scheme -> ShadowModel
+        self.seen = {}      # scheme -> what arrived, at each probe
+        self.refused = {}   # scheme -> why it refuses the net
+        self.losses = []    # of FP32, step by step
+        self.sizes = []     # log2 of the root mean square of FP32's gradients
         for name in schemes:
-            if name not in STORED:
-                self.guarded(name, lambda: self.trials.update({name: SchemeProbe(name, t)}))
-        self.shadows = {name: ShadowModel(t.model, how) for name, how in STORED.items() if name in schemes}
+            if name in STORED: self.shadows[name] = ShadowModel(t.model, STORED[name])
+            else: self.guarded(name, self.add, t)
         self.fp32 = SchemeProbe('FP32', t)
 
-    def guarded(self, name, do):
+    def add(self, name, t):
+        "Take a scheme in"
+        self.probes[name] = SchemeProbe(name, t)
+
+    def guarded(self, name, do, *args):
         "Call `do`, or note why the scheme refuses the net"
-        try: do()
+        try: do(name, *args)
         except Exception as e: self.refused[name] = f'{type(e).__name__}: {e}'
 
     def settings(self):
         "The loss scale that each scheme has found, as text"
-        scales = {n: t.scaler.scale.item() for n, t in self.trials.items() if t.scaler}
-        return {n: f'loss scale 2^{math.log2(s):.0f}' for n, s in scales.items() if s != 1 and n not in self.refused}
+        found = {}
+        for name, probe in self.probes.items():
+            if not probe.scaler or name in self.refused: continue
+            scale = probe.scaler.scale.item()
+            if scale != 1: found[name] = f'loss scale 2^{math.log2(scale):.0f}'
+        return found
 
     def look(self, model, opt, batch, seed):
         "Run all schemes on one batch, from the same weights"
         grads = self.fp32.gradients(model, batch, seed)
-        if grads is None: raise ValueError(
-            f'In FP32 the gradient of step {seed} is not finite, so the format is not the cause: mend the training.')
+        if grads is None:
+            raise ValueError(f'In FP32 the gradient of step {seed} is not finite, so the format is '
+                             'not the cause: mend the training.')
         self.sizes += [g.square().mean().sqrt().log2().item() for g in grads.values() if g.any()]
-        true = as_taken(grads, opt, model)
-        def one(name):
-            step = self.trials[name].gradients(model, batch, seed)
-            self.seen.setdefault(name, []).append(step and arrived(as_taken(step, opt, model), true))
-        for name in self.trials:
-            if name not in self.refused: self.guarded(name, lambda: one(name))
+        fp32 = as_taken(grads, opt, model)
+        for name in self.probes:
+            if name not in self.refused: self.guarded(name, self.compare, model, opt, batch, seed, fp32)
+
+    def compare(self, name, model, opt, batch, seed, fp32):
+        "Note which share of FP32's step one scheme's step contains"
+        grads = self.probes[name].gradients(model, batch, seed)
+        share = grads
+        if grads: share = arrived(as_taken(grads, opt, model), fp32)
+        self.seen.setdefault(name, []).append(share)
 
 # %% ../nbs/34_advise.ipynb #2c51b33d
 def watch(
@@ -180,11 +221,11 @@ def watch(
     steps:int, schedule=None, # as for `advise`
 )->ProbeResults: # what was seen
     "Train in FP32, and run the schemes beside it at the steps of `PROBES`"
-    batches, rates = iter(batches), [g['lr'] for g in opt.param_groups]
+    batches = iter(batches)
     first = next(batches, None)
     if first is None:
-        raise ValueError('There is no batch, since the iterable is empty or used up: give a fresh '
-                         'one.')
+        raise ValueError('There is no batch, since the iterable is empty or used up: give a new one.')
+    rates = [g['lr'] for g in opt.param_groups]
     looks = ProbeResults(Training(model, None, loss_func, lambda: iter([first])), schemes)
     for i, batch in zip(range(steps), chain([first], batches)):
         if schedule:
@@ -200,19 +241,29 @@ def remarks(
     looks, model, opt, # after `watch`
 )->list: # of sentences
     "What is wrong with the training itself, in any format"
-    said, losses, sizes = [], looks.losses, looks.sizes
-    first, last = sum(losses[:10]), sum(losses[-10:])
-    if len(losses) >= 20 and first - last < .01*abs(first):
-        said.append('In FP32 the loss did not fall either: look at initialization and learning rate first.')
-    if max(sizes) - min(sizes) > 20:
-        said.append(f'Gradients of layers lie {max(sizes) - min(sizes):.0f} octaves apart: no scale mends '
-                    'that, so look at initialization and normalization.')
-    if max(sizes) > 10: said.append(f'Gradients reach 2^{max(sizes):.0f}: the loss may be a sum in place of a mean.')
-    states = [(g['eps'], opt.state[p]['exp_avg_sq']) for g in opt.param_groups for p in g['params']
-              if 'exp_avg_sq' in opt.state.get(p, {})]
-    damped = sum(v.sqrt().median() < eps for eps, v in states)
-    if damped: said.append(f"Adam's epsilon is larger than its root mean square in {damped} of {len(states)} tensors.")
-    return said
+    found, losses = [], looks.losses
+    first = sum(losses[:10])
+    if len(losses) >= 20 and first - sum(losses[-10:]) < .01*abs(first):
+        found.append('In FP32 the loss did not fall either: '
+                     'look at initialization and learning rate first.')
+    largest = max(looks.sizes)
+    apart = largest - min(looks.sizes)
+    if apart > 20:
+        found.append(f'Gradients of layers lie {apart:.0f} octaves apart: no scale mends that, '
+                     'so look at initialization and normalization.')
+    if largest > 10:
+        found.append(f'Gradients reach 2^{largest:.0f}: the loss may be a sum in place of a mean.')
+    tensors, damped = 0, 0
+    for group in opt.param_groups:
+        for p in group['params']:
+            state = opt.state.get(p, {})
+            if 'exp_avg_sq' not in state: continue
+            tensors += 1
+            damped += int(state['exp_avg_sq'].sqrt().median() < group['eps'])
+    if damped:
+        found.append("Adam's epsilon is larger than its root mean square "
+                     f'in {damped} of {tensors} tensors.')
+    return found
 
 @dataclass
 class Advice:
@@ -235,12 +286,16 @@ class Advice:
         head = '<!DOCTYPE html><meta charset="utf-8"><title>Will it train?</title>'
         return head + self.table().to_html() + picture + said
 
+    def worst(self, name)->list: # of numbers, one for each probe; 0 where the batch was lost
+        "What arrives in the worst layer of a scheme"
+        return [min(shares.values()) if shares else 0. for shares in self.seen[name]]
+
     def plot(self, ax=None):
-        "Draw schemes against probes; the colour is the share of the step that arrives in the worst layer"
+        "Draw schemes against probes; the colour is what arrives of the step in the worst layer"
         import matplotlib.pyplot as plt
         ax = ax or plt.subplots(figsize=(6, 3.6))[1]
         names = [n for n in self.seen if n not in STORED]
-        grid = [[min(s.values()) if s else 0. for s in self.seen[n]] for n in names]
+        grid = [self.worst(n) for n in names]
         ax.imshow(torch.tensor(grid).clamp(0, 1), cmap='viridis', vmin=0, vmax=1, aspect='auto')
         ax.set_yticks(range(len(names)), [f'{n}: {self.verdicts[n][0]}' for n in names])
         ax.set_xticks(range(len(grid[0])), PROBES[:len(grid[0])])
@@ -259,16 +314,22 @@ def advise_schemes(
     schemes=STEPS + tuple(STORED), # names
 )->Advice: # model and optimizer are not changed
     "Watch copies train in FP32, and say which schemes will train like it"
-    if unknown := set(schemes) - {*STEPS, *STORED}:
+    unknown = set(schemes) - {*STEPS, *STORED}
+    if unknown:
         raise ValueError(f'There is no advice on {", ".join(unknown)}: take some of '
                          f'{", ".join((*STEPS, *STORED))}.')
     if not weight_matrices(model):
         raise ValueError('This model has no weight matrix, and advice looks at nothing else.')
     model, opt = deepcopy((model, opt))
     with seeded(0): looks = watch(model, opt, loss_func, batches, schemes, steps, schedule)
-    verdicts = {n: judge(seen) for n, seen in looks.seen.items() if n not in STORED and n not in looks.refused}
+    verdicts = {}
+    for n, seen in looks.seen.items():
+        if n not in STORED and n not in looks.refused: verdicts[n] = judge(seen)
+    bf16 = verdicts.get('BF16', ('',))[0]
     for n in looks.shadows:                 # whose failures are too few to say no: see the chapter
         verdict, why = judge(looks.seen[n], -math.inf)
-        verdicts[n] = verdict if verdicts.get('BF16', ('',))[0] == 'yes' else 'cannot tell', f'of the way, {why}'
-    verdicts |= {n: ('cannot run', why) for n, why in looks.refused.items()}
-    return Advice({n: verdicts[n] for n in schemes}, looks.seen, remarks(looks, model, opt), looks.settings())
+        if bf16 != 'yes': verdict = 'cannot tell'
+        verdicts[n] = verdict, f'of the way, {why}'
+    for n, why in looks.refused.items(): verdicts[n] = 'cannot run', why
+    ordered = {n: verdicts[n] for n in schemes}
+    return Advice(ordered, looks.seen, remarks(looks, model, opt), looks.settings())
