@@ -15,7 +15,7 @@ from mpcourse.rounding import quantize
 from mpcourse.scaler import StaticScaler
 
 LIVE = sorted(p.stem for p in (ROOT/'mpcourse/live').glob('*.mjs'))
-DRAWN = [name for name in LIVE if name not in ('base', 'formats')]
+DRAWN = [name for name in LIVE if name not in ('base', 'formats', 'swap')]
 FORMATS = ('fp16', 'bf16', 'e5m2', 'e4m3', 'e2m1')
 
 

@@ -80,7 +80,7 @@ def test_a_page_carries_every_frame(monkeypatch):
     monkeypatch.setenv('MPCOURSE_PAGES', '1')
     bundle = e._repr_mimebundle_(); page = bundle['text/html']
     assert 'application/vnd.jupyter.widget-view+json' in bundle
-    data = json.loads(re.search(r'<script type="application/json">(.*?)</script>', page, re.S)[1].replace('<\\/', '</'))
+    data = json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.S)[1].replace('<\\/', '</'))
     shown = [data['frames'][i] for i in data['index']]
     assert shown[:4] == ['<b>1m</b>', '<b>1s</b>', '<b>4m</b>', '<b>4s</b>'] and '4 is' in shown[4] and shown[4] == shown[5]
     assert len(data['frames']) == 5 and page.count('data-k') >= 2 and '<select' in page and 'value="1"' in page

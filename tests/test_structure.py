@@ -156,6 +156,16 @@ def test_functions_are_short(module):
     assert not long, f'longer than 25 lines: {long}'
 
 
+def test_no_module_becomes_denser():
+    "Comprehensions, conditional expressions, parallel assignments, lines over 100 columns: tests/density.json may only fall"
+    from density import STORE, modules
+    stored, found = json.loads(STORE.read_text()), modules()
+    assert found.keys() == stored.keys(), 'python tests/density.py'
+    denser = [f'{name}: {n} {what}, {stored[name][what]} allowed' for name, numbers in found.items()
+              for what, n in numbers.items() if n > stored[name][what]]
+    assert not denser, denser
+
+
 @sources
 def test_lines_are_short(module):
     lines = (ROOT/f'mpcourse/{module}.py').read_text().splitlines()
