@@ -39,7 +39,8 @@ def lost_share(
     score:float, before:float, fp32:float, # scores at the end and before, and FP32's at the end
 )->float: # 0: as FP32; 1: nothing learnt; NaN: the score is not a number
     "The share of what FP32 learnt that is lost; NaN also where FP32 learnt nothing"
-    return (score - fp32)/(before - fp32) if fp32 < before else math.nan
+    if not fp32 < before: return math.nan
+    return (score - fp32)/(before - fp32)
 
 def verdict(
     shares:list, # one for each seed; None: the scheme refused the net
@@ -48,9 +49,11 @@ def verdict(
     if None in shares: return 'refuses'
     failed = sum(not s < .5 for s in shares)             # a NaN has failed, too
     if failed: return f'fails {failed}/{len(shares)}'
-    one_side = (min(shares) > 0 or max(shares) < 0) and abs(median(shares)) >= .001
+    middle = median(shares)
+    one_side = (min(shares) > 0 or max(shares) < 0) and abs(middle) >= .001
+    if one_side and len(shares) >= 6: return f'{middle:+.1%}'
     if not one_side and max(map(abs, shares)) < .02: return 'tie'
-    return f'{median(shares):+.1%}' if one_side and len(shares) >= 6 else 'open'
+    return 'open'
 
 def verdicts(
     results:list, # from `compare`
@@ -59,7 +62,8 @@ def verdicts(
     fp32 = {r['seed']: r['score'] for r in results if r['scheme'] == 'FP32'}
     shares = {}
     for r in results:
-        lost = None if r['refused'] else lost_share(r['score'], r['before'], fp32[r['seed']])
+        lost = None
+        if not r['refused']: lost = lost_share(r['score'], r['before'], fp32[r['seed']])
         shares.setdefault(r['scheme'], []).append(lost)
     return shares
 
@@ -70,8 +74,11 @@ def summary(
     lines = {}
     for scheme, shares in verdicts(results).items():
         rows = [r for r in results if r['scheme'] == scheme and not r['refused']]
-        medians = {k: median(r[k] for r in rows) if rows else None for k in ('score', 'skipped')}
-        lines[scheme] = dict(verdict='' if scheme == 'FP32' else verdict(shares)) | medians
+        line = dict(verdict='', score=None, skipped=None)
+        if scheme != 'FP32': line['verdict'] = verdict(shares)
+        for what in ('score', 'skipped'):
+            if rows: line[what] = median(r[what] for r in rows)
+        lines[scheme] = line
     return lines
 
 # %% ../nbs/33_compare.ipynb #b4462203
@@ -79,20 +86,21 @@ def summary(
 class Training:
     "A training before its first step"
     model: nn.Module # in FP32; a scheme may exchange it
-    opt: Callable # parameters -> optimizer; it gets those of the model that is trained, which may be a copy
+    opt: Callable # parameters -> optimizer; the parameters of the model, or of a copy of it
     loss_func: Callable # (FP32 predictions, targets) -> 0-dim loss
     batches: Callable # () -> (inputs, targets), one after the other, the same at each call
-    score: Callable = None # model -> float, the lower the better; None: the mean of the last 20 training losses
-    schedule: Callable = None # step number -> factor of the learning rate
+    score: Callable|None = None # model -> float, the lower the better; None: the mean of the last 20 losses
+    schedule: Callable|None = None # step number -> factor of the learning rate
 
 def toy_training(
     name, # of `toys.TOYS`, or a toy
     seed:int=0, # of weights and batches
-    steps:int=None, # None: the toy's own
+    steps:int|None=None, # None: the toy's own
 )->Training:
     "A toy's training, judged by its loss on new data"
     toy = get_toy(name)
-    data, steps = toy.data(), steps or toy.steps
+    data = toy.data()
+    steps = steps or toy.steps
     def drawn(): return batches(data, toy.bs, steps, seed)
     def score(model): return evaluate(model, data, toy.loss_func)['loss']
     return Training(toy.model(seed), toy.opt, toy.loss_func, drawn, score, toy.schedule(steps))
@@ -115,8 +123,9 @@ def by_layer(
     t, # a Training
 )->LayerwiseScaler:
     "A measured factor for each layer, and the measured scale"
-    batch, scale = next(iter(t.batches())), measured_scale(t).scale.item()
-    return LayerwiseScaler.measured(t.model, batch, t.loss_func, init_scale=max(1., scale))
+    batch = next(iter(t.batches()))
+    scale = max(1., measured_scale(t).scale.item())
+    return LayerwiseScaler.measured(t.model, batch, t.loss_func, init_scale=scale)
 
 def scaled_by(
     scaler, # Training -> LossScaler
@@ -129,23 +138,24 @@ def scaled_by(
 def rounded_once(
     t, # a Training; its weights are changed
 )->Callable: # a step for `fit`
-    "Train in FP32 from weights that are rounded to FP16 once, before the first step, to see what that alone costs"
+    "Train in FP32 from weights that are rounded to FP16 once, before the first step"
     for p in t.model.parameters(): p.data = p.data.half().float()
     return plain_step
 
 def stored_in(
     dtype:torch.dtype, # of weights and both passes
-    rounding:str=None, # of the stored weights after an update in FP32; None: the optimizer works in `dtype`
+    rounding:str|None=None, # of the weights after an update in FP32; None: the optimizer works in `dtype`
 )->Callable: # Training -> a step for `fit`
     "Weights of 16 bits and no master copy"
     def begin(t):
         t.model.to(dtype)
-        storage = NoMasterWeights(t.model.parameters(), rounding) if rounding else None
+        wide = nullcontext
+        if rounding: wide = NoMasterWeights(t.model.parameters(), rounding).wide
         def step(model, xb, yb, opt, loss_func):
             opt.zero_grad()
             loss = loss_func(cast(predict(model, cast(xb, dtype)), torch.float32), yb)
             loss.backward()
-            with storage.wide() if storage else nullcontext(): opt.step()
+            with wide(): opt.step()
             return loss.detach()
         return step
     return begin
@@ -154,11 +164,12 @@ def at_output(
     t, # a Training
     target:float=2.**7, # where the largest gradient shall lie; E4M3 ends at 448
 )->float: # a power of two
-    "The power of two that brings the largest gradient of the first batch's predictions to the target or below"
+    "The power of two that brings the largest gradient of the first predictions up to the target"
     xb, yb = next(iter(t.batches()))
     pred = predict(deepcopy(t.model), xb)
-    top = max(g.abs().max() for g in torch.autograd.grad(t.loss_func(pred, yb), tree_leaves(pred)))
-    return 2.**math.floor(math.log2(target/top))
+    grads = torch.autograd.grad(t.loss_func(pred, yb), tree_leaves(pred))
+    largest = max(g.abs().max() for g in grads)
+    return 2.**math.floor(math.log2(target/largest))
 
 def converted(
     recipe, # a Recipe of chapter 27 or its name
@@ -167,26 +178,38 @@ def converted(
 )->Callable: # Training -> a step for `fit`
     "Products of few bits, everything else in FP32"
     def begin(t):
-        factor, linear = scale(t), [n for n, m in t.model.named_modules() if isinstance(m, nn.Linear)]
-        t.model = simulate_fp8(t.model, recipe, () if readout else linear[-1:])
+        factor = scale(t)
+        keep = ()
+        if not readout: keep = [n for n, m in t.model.named_modules() if isinstance(m, nn.Linear)][-1:]
+        t.model = simulate_fp8(t.model, recipe, keep)
         return half_pass(torch.float32, factor)
     return begin
 
 # %% ../nbs/33_compare.ipynb #2bff49c8
-_E4M3, _NVFP4 = Recipe(g=CastConfig('e4m3')), FP4_RECIPES['nvfp4']
-SCHEMES = {'FP32': lambda t: plain_step, 'FP32 rounded once': rounded_once,
-           'BF16': scaled_by(lambda t: StaticScaler(1.), torch.bfloat16),
-           'FP16 scale 1': scaled_by(lambda t: StaticScaler(1.)), 'FP16 measured': scaled_by(measured_scale),
-           'FP16 torch': scaled_by(lambda t: get_policy('torch')),
-           'FP16 Megatron': scaled_by(lambda t: get_policy('megatron')),
-           'FP16 hold': scaled_by(lambda t: DynamicScaler()), 'FP16 floor': scaled_by(with_floor),
-           'FP16 ALS': scaled_by(lambda t: ALSScaler()), 'FP16 layer-wise': scaled_by(by_layer),
-           'FP16 weights': stored_in(torch.float16), 'BF16 weights': stored_in(torch.bfloat16, 'nearest'),
-           'BF16 weights stochastic': stored_in(torch.bfloat16, 'stochastic'),
-           'BF16 weights Kahan': stored_in(torch.bfloat16, 'kahan'),
-           'E4M3 no scale': converted(_E4M3), 'E4M3 measured loss scale': converted(_E4M3, at_output),
-           'E4M3 per tensor': converted('tensorwise'), 'E4M3 blocks': converted('mx'),
-           'NVFP4': converted(_NVFP4), 'NVFP4 readout in FP32': converted(_NVFP4, readout=False)}
+_E4M3 = Recipe(g=CastConfig('e4m3'))
+_NVFP4 = FP4_RECIPES['nvfp4']
+SCHEMES = {
+    'FP32': lambda t: plain_step,
+    'FP32 rounded once': rounded_once,
+    'BF16': scaled_by(lambda t: StaticScaler(1.), torch.bfloat16),
+    'FP16 scale 1': scaled_by(lambda t: StaticScaler(1.)),
+    'FP16 measured': scaled_by(measured_scale),
+    'FP16 torch': scaled_by(lambda t: get_policy('torch')),
+    'FP16 Megatron': scaled_by(lambda t: get_policy('megatron')),
+    'FP16 hold': scaled_by(lambda t: DynamicScaler()),
+    'FP16 floor': scaled_by(with_floor),
+    'FP16 ALS': scaled_by(lambda t: ALSScaler()),
+    'FP16 layer-wise': scaled_by(by_layer),
+    'FP16 weights': stored_in(torch.float16),
+    'BF16 weights': stored_in(torch.bfloat16, 'nearest'),
+    'BF16 weights stochastic': stored_in(torch.bfloat16, 'stochastic'),
+    'BF16 weights Kahan': stored_in(torch.bfloat16, 'kahan'),
+    'E4M3 no scale': converted(_E4M3),
+    'E4M3 measured loss scale': converted(_E4M3, at_output),
+    'E4M3 per tensor': converted('tensorwise'),
+    'E4M3 blocks': converted('mx'),
+    'NVFP4': converted(_NVFP4),
+    'NVFP4 readout in FP32': converted(_NVFP4, readout=False)}
 
 def validate_scheme_name(
     name:str, # one of `SCHEMES`
@@ -208,12 +231,15 @@ def train_scheme(
     seed:int=0, # of stochastic rounding
 )->dict: # 'before' and 'score', the lower the better, and the steps 'skipped'
     "Train under one scheme; ValueError if the scheme cannot train this model"
-    before = scored(t) if t.score else None
+    before = None
+    if t.score: before = scored(t)
     with seeded(seed):
         step = validate_scheme_name(name)(t)
         seen = fit(t.model, t.batches(), t.opt(t.model.parameters()), t.loss_func, step, t.schedule)
-    skipped, last = sum(seen.get('skipped', [0])), seen['loss'][-20:]
-    if not t.score: return dict(before=seen['loss'][0], score=sum(last)/len(last), skipped=skipped)
+    skipped = sum(seen.get('skipped', [0]))
+    if not t.score:
+        last = seen['loss'][-20:]
+        return dict(before=seen['loss'][0], score=sum(last)/len(last), skipped=skipped)
     t.model.float()
     return dict(before=before, score=scored(t), skipped=skipped)
 
@@ -227,27 +253,36 @@ def attempt(
         if name == 'FP32': raise                # then the training itself is at fault
         return dict(before=None, score=None, skipped=0, refused=f'{type(e).__name__}: {e}')
 
+def _stored_results(file):
+    "(scheme, seed) -> result; empty where there is no file yet"
+    done = {}
+    if not file.exists(): return done
+    for line in file.read_text(encoding='utf-8').splitlines():
+        try: r = json.loads(line)
+        except json.JSONDecodeError as e:
+            raise ValueError(f'{file} has a broken line ({e}): remove that line.') from e
+        done[r['scheme'], r['seed']] = r
+    return done
+
 def compare_schemes(
     make:Callable, # seed -> Training
     schemes=None, # names of `SCHEMES`; None: all. FP32 is always among them
     seeds:int=6, # of each
-    store=None, # a file for this net, with a line of JSON for each training; those in it are not repeated
+    store=None, # a file for this net, a line of JSON a training; what it has is not repeated
 )->list: # of dicts: scheme, seed, before, score, skipped, refused
     "Train a net under several schemes, each with the same seeds"
-    names = list(dict.fromkeys(['FP32', *(SCHEMES if schemes is None else schemes)]))
+    if schemes is None: schemes = SCHEMES
+    names = list(dict.fromkeys(['FP32', *schemes]))
     for name in names: validate_scheme_name(name)
-    file = Path(store) if store else None
-    lines = file.read_text(encoding='utf-8').splitlines() if file and file.exists() else []
-    try: done = {(r['scheme'], r['seed']): r for r in map(json.loads, lines)}
-    except json.JSONDecodeError as e:
-        raise ValueError(f'{file} has a broken line ({e}): remove that line.') from e
+    done = {}
+    if store: done = _stored_results(Path(store))
     for seed in range(seeds):
         for name in names:
             if (name, seed) in done: continue
-            done[name, seed] = dict(scheme=name, seed=seed) | attempt(name, make(seed), seed)
-            if file:
-                with file.open('a', encoding='utf-8') as f:
-                    f.write(json.dumps(done[name, seed]) + '\n')
+            result = dict(scheme=name, seed=seed) | attempt(name, make(seed), seed)
+            done[name, seed] = result
+            if not store: continue
+            with Path(store).open('a', encoding='utf-8') as f: f.write(json.dumps(result) + '\n')
     return [done[name, seed] for name in names for seed in range(seeds)]
 
 # %% ../nbs/33_compare.ipynb #29a1b001
@@ -256,7 +291,7 @@ def plot_shares(
     shares:dict, # scheme -> shares that are lost, one for each seed, as `verdicts` has them
     ax=None, # of matplotlib
 ):
-    "A dot for each seed, with FP32 at zero; a cross stands for NaN; in the shaded part more than half is lost"
+    "A dot for each seed, with FP32 at zero; a cross is NaN; in the shaded part over half is lost"
     import matplotlib.pyplot as plt
     ax = ax or plt.subplots(figsize=(6, .6 + .25*len(shares)), layout='constrained')[1]
     ax.axvspan(.5, 2, color='#b00020', alpha=.08)
@@ -266,10 +301,12 @@ def plot_shares(
             ax.text(0, y, 'refuses', ha='center', va='center', fontsize=6, color='#777777')
         else:
             for v in lost:
-                x, mark = (1.2, 'x') if math.isnan(v) else (min(max(v, -.18), 1.2), 'o')
-                ax.plot(x, y, mark, ms=3, color=CYCLE[not v < .5], alpha=.6)
+                color = CYCLE[not v < .5]
+                if math.isnan(v): ax.plot(1.2, y, 'x', ms=3, color=color, alpha=.6)
+                else: ax.plot(min(max(v, -.18), 1.2), y, 'o', ms=3, color=color, alpha=.6)
     ax.set_xscale('symlog', linthresh=.02)
-    ax.set(xlim=(-.2, 1.6), xticks=[-.1, 0, .1, 1], xticklabels=['', '0', '.1', '1'], ylim=(len(shares) - .5, -.5))
+    ax.set(xlim=(-.2, 1.6), ylim=(len(shares) - .5, -.5))
+    ax.set_xticks([-.1, 0, .1, 1], ['', '0', '.1', '1'])
     ax.set_yticks(range(len(shares)), shares)
     return ax
 
@@ -278,7 +315,8 @@ def compare_html(
 )->str: # a page that needs nothing else
     "Table and picture of a comparison"
     import pandas as pd
-    picture = figure_html(plot_shares(verdicts(results)), 'Share of what FP32 learnt that is lost, a dot for each seed')
+    alt = 'Share of what FP32 learnt that is lost, a dot for each seed'
+    picture = figure_html(plot_shares(verdicts(results)), alt)
     head = '<!DOCTYPE html><meta charset="utf-8"><title>Beside FP32</title>'
     return head + pd.DataFrame(summary(results)).T.to_html() + picture
 
@@ -289,12 +327,15 @@ def stored_shares(
 )->list: # as `verdicts` has them
     "The lost share of a scheme in each seed of a stored study"
     def stored(scheme, what): return table.values(f'{net}: {scheme}', what)
-    found = zip(stored(scheme, 'score'), stored(scheme, 'before'), stored('FP32', 'score'))
-    return [None if math.isnan(before) else lost_share(score, before, fp32) for score, before, fp32 in found]
+    shares = []
+    for score, before, fp32 in zip(stored(scheme, 'score'), stored(scheme, 'before'), stored('FP32', 'score')):
+        refused = math.isnan(before)
+        shares.append(None if refused else lost_share(score, before, fp32))
+    return shares
 
 def standings(
     table, # the study `every_scheme`
-)->dict: # scheme -> how many nets tie, and the names of the others: 'open', 'apart', 'fails', 'refuses'
+)->dict: # scheme -> how many nets tie, and names of others: 'open', 'apart', 'fails', 'refuses'
     "How each scheme did on the nets of the study"
     found = {}
     for row in table.rows:
