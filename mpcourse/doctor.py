@@ -29,10 +29,12 @@ def imports(
     timeout: int=60, # seconds after which we stop waiting
 ) -> str: # '' if the import works, else the last line of the error
     "Try an import in another process"
-    try: res = subprocess.run([sys.executable, '-c', f'import {name}'], capture_output=True, text=True, timeout=timeout)
+    command = [sys.executable, '-c', f'import {name}']
+    try: done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired: return f'no answer after {timeout} seconds'
-    lines = res.stderr.strip().splitlines()
-    return '' if res.returncode == 0 else lines[-1] if lines else f'ended with code {res.returncode}'
+    if done.returncode == 0: return ''
+    lines = done.stderr.strip().splitlines() or [f'ended with code {done.returncode}']
+    return lines[-1]
 
 # %% ../nbs/91_doctor.ipynb #a3e947a7
 def has_cuda() -> bool: # whether a cell marked `#| cuda` can run here
@@ -43,31 +45,35 @@ def has_cuda() -> bool: # whether a cell marked `#| cuda` can run here
 def devices() -> list: # a line for each accelerator
     "The accelerators that torch sees"
     found = []
-    for i in range(torch.cuda.device_count() if has_cuda() else 0):
+    for i in range(torch.cuda.device_count()):      # 0 without CUDA
         p = torch.cuda.get_device_properties(i)
-        found.append(f'cuda:{i} {p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}')
+        memory = f'{p.total_memory/2**30:.0f} GiB'
+        found.append(f'cuda:{i} {p.name}, {memory}, compute capability {p.major}.{p.minor}')
     if torch.backends.mps.is_available(): found.append('mps (Apple)')
     return found
 
 # %% ../nbs/91_doctor.ipynb #e4635233
 def cores() -> int: # those that this process may use
     "How many processor cores we may use"
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    if hasattr(os, 'sched_getaffinity'): return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 # %% ../nbs/91_doctor.ipynb #a8273dcd
 def machine_line() -> str: # processor, cores, system, Python, torch
     "The machine in one line, without its host name, for stored results and timings"
+    cpu = platform.processor() or platform.machine()
     info = Path('/proc/cpuinfo')
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpus = [l.partition(':')[2].strip() for l in lines if l.startswith('model name')]
-    cpu = cpus[0] if cpus else platform.processor() or platform.machine()
+    if info.exists():
+        models = [l for l in info.read_text().splitlines() if l.startswith('model name')]
+        if models: cpu = models[0].partition(':')[2].strip()
     versions = f'Python {platform.python_version()}, torch {torch.__version__}'
     return f'{cpu}, {os.cpu_count()} cores, {platform.system()}, {versions}'
 
 
 # %% ../nbs/91_doctor.ipynb #eee68034
-TORCH_NAMES = {'fp16': 'float16', 'bf16': 'bfloat16', 'e4m3': 'float8_e4m3fn', 'e5m2': 'float8_e5m2',
-               'e4m3fnuz': 'float8_e4m3fnuz', 'e5m2fnuz': 'float8_e5m2fnuz', 'e8m0': 'float8_e8m0fnu'}
+TORCH_NAMES = {
+    'fp16': 'float16', 'bf16': 'bfloat16', 'e4m3': 'float8_e4m3fn', 'e5m2': 'float8_e5m2',
+    'e4m3fnuz': 'float8_e4m3fnuz', 'e5m2fnuz': 'float8_e5m2fnuz', 'e8m0': 'float8_e8m0fnu'}
 
 # %% ../nbs/91_doctor.ipynb #efc1070e
 def casts(
@@ -86,12 +92,13 @@ def step_seconds(
     reps: int=5,        # repetitions, of which the fastest counts
 ) -> float: # seconds
     "Time the three matrix products of a linear layer's training step"
-    a, b = (torch.rand(n, n, device=device).to(dtype) for _ in range(2))
-    sync = torch.cuda.synchronize if device.startswith('cuda') else lambda: None
+    a = torch.rand(n, n, device=device).to(dtype)
+    b = torch.rand(n, n, device=device).to(dtype)
     times = []
-    for _ in range(reps + 1):
+    for _ in range(reps + 1):           # the first one warms up
         start = time.perf_counter()
-        a @ b.T, a @ b, a.T @ b; sync()
+        a @ b.T, a @ b, a.T @ b
+        if device.startswith('cuda'): torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return min(times[1:])
 
@@ -101,8 +108,9 @@ def speed_ratio(
     device: str='cpu',  # where to measure
 ) -> float: # FP32's time over its time: above 1 it is faster than FP32; nan if it cannot multiply
     "How much faster than FP32 a format multiplies matrices here"
-    n = 2048 if device.startswith('cuda') else 256
-    try: return step_seconds(torch.float32, device, n) / step_seconds(dtype, device, n)
+    n = 256
+    if device.startswith('cuda'): n = 2048
+    try: return step_seconds(torch.float32, device, n)/step_seconds(dtype, device, n)
     except RuntimeError: return float('nan')
 
 # %% ../nbs/91_doctor.ipynb #83a9b40b
@@ -111,7 +119,8 @@ def in_words(
 ) -> str: # 'five times as fast as FP32', in figures
     "A ratio of speeds in words"
     if ratio != ratio: return 'cannot multiply'
-    return f'{ratio:.1f} times as fast as FP32' if ratio >= 1 else f'{1/ratio:.1f} times slower than FP32'
+    if ratio < 1: return f'{1/ratio:.1f} times slower than FP32'
+    return f'{ratio:.1f} times as fast as FP32'
 
 # %% ../nbs/91_doctor.ipynb #32d5cb76
 @dataclass
@@ -143,20 +152,26 @@ def recommend(
     r: Report, # what was found
 ) -> list: # sentences
     "What to use on such a machine"
-    gpu, cpu, out = bool(r.devices), not r.devices, []
-    if cpu: out.append('Train in FP32 on this CPU; run the FP16 chapters as they are: they compute with '
-                       f'tensorcore.fp32_accumulate (native FP16 is {in_words(r.fp16_speed)} here).')
-    if cpu and r.bf16_speed > 1.5: out.append(f'BF16 is {in_words(r.bf16_speed)} on this CPU: '
-                                              'torch.autocast("cpu", torch.bfloat16) is worth a try.')
-    if gpu and r.bf16_speed > 1.5: out.append('BF16 is fast here and needs no loss scale: start with it, and use FP16 '
-                                              'with a loss scaler where its three extra bits of fraction matter.')
-    elif gpu and r.fp16_speed > 1.5:
+    out = []
+    bf16, fp16 = r.bf16_speed > 1.5, r.fp16_speed > 1.5
+    if not r.devices:
+        out.append('Train in FP32 on this CPU; run the FP16 chapters as they are: they compute with '
+                   f'tensorcore.fp32_accumulate (native FP16 is {in_words(r.fp16_speed)} here).')
+        if bf16:
+            out.append(f'BF16 is {in_words(r.bf16_speed)} on this CPU: '
+                       'torch.autocast("cpu", torch.bfloat16) is worth a try.')
+    elif bf16:
+        out.append('BF16 is fast here and needs no loss scale: start with it, and use FP16 '
+                   'with a loss scaler where its three extra bits of fraction matter.')
+    elif fp16:
         out.append('FP16 is fast here and BF16 is not: train in FP16 with a loss scaler.')
-    elif gpu: out.append('Neither FP16 nor BF16 is faster than FP32 here: train in FP32 unless memory is short.')
+    else:
+        out.append('Neither FP16 nor BF16 is faster than FP32 here: '
+                   'train in FP32 unless memory is short.')
     if r.torchvision:
-        out.append(f'torchvision does not import ({r.torchvision}), so `from fastai.vision.all import *` cannot work: '
-                   f'install the build that matches torch {r.versions["torch"]}, from the same index as torch. '
-                   'The course does not need it.')
+        out.append(f'torchvision does not import ({r.torchvision}), so `from fastai.vision.all '
+                   'import *` cannot work: install the build that matches torch '
+                   f'{r.versions["torch"]}, from the same index as torch. The course does not need it.')
     return out
 
 # %% ../nbs/91_doctor.ipynb #999d6b07
@@ -164,10 +179,14 @@ def examine() -> Report: # what was found, with advice
     "Ask this machine what it can do; takes a few seconds"
     device = 'cuda' if has_cuda() else 'cpu'
     versions = {p: version(p) for p in ('torch', 'fastai', 'fastcore', 'torchvision', 'mpcourse')}
-    vision = '' if versions['torchvision'] == 'not installed' else imports('torchvision')
-    formats = {f: casts(d, device) for f,d in TORCH_NAMES.items()}
-    r = Report(platform.python_version(), versions, cores(), torch.get_num_threads(), devices(), formats,
-               speed_ratio(torch.float16, device), speed_ratio(torch.bfloat16, device), tf32_setting(), vision)
+    vision = ''
+    if versions['torchvision'] != 'not installed': vision = imports('torchvision')
+    formats = {f: casts(d, device) for f, d in TORCH_NAMES.items()}
+    r = Report(
+        python=platform.python_version(), versions=versions, cores=cores(),
+        threads=torch.get_num_threads(), devices=devices(), formats=formats,
+        fp16_speed=speed_ratio(torch.float16, device), bf16_speed=speed_ratio(torch.bfloat16, device),
+        tf32=tf32_setting(), torchvision=vision)
     r.advice = recommend(r)
     return r
 
@@ -176,10 +195,12 @@ def report_rows(
     r: Report, # what was found
 ) -> list: # (what, finding) pairs of text
     "A report as the rows of a table"
-    have, lack = [[f for f,ok in r.formats.items() if ok is want] for want in (True, False)]
-    vision = f': does not import, {r.torchvision}' if r.torchvision else ''
-    versions = {**r.versions, 'torchvision': r.versions['torchvision'] + vision}
-    return [('Python', r.python), *versions.items(), ('cores', f'{r.cores} (torch uses {r.threads} threads)'),
+    versions = dict(r.versions)
+    if r.torchvision: versions['torchvision'] += f': does not import, {r.torchvision}'
+    have = [f for f, works in r.formats.items() if works]
+    lack = [f for f, works in r.formats.items() if not works]
+    return [('Python', r.python), *versions.items(),
+            ('cores', f'{r.cores} (torch uses {r.threads} threads)'),
             ('devices', '; '.join(r.devices) or 'no accelerator'),
             ('casts to', ' '.join(have)), ('lacks', ' '.join(lack) or 'none'),
             ('FP16 matmul', in_words(r.fp16_speed)), ('BF16 matmul', in_words(r.bf16_speed)),
@@ -189,7 +210,7 @@ def report_rows(
 def doctor() -> Report: # what was printed, as a `Report`
     "Print what this machine can do and what to use on it"
     r = examine()
-    for k,v in report_rows(r): print(f'{k:>14}  {v}')
+    for k, v in report_rows(r): print(f'{k:>14}  {v}')
     print()
     for sentence in r.advice: print(sentence)
     return r

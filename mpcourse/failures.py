@@ -50,7 +50,8 @@ def store_in(
         with torch.no_grad():
             for p in ps: p.copy_(p.to(dtype))
         old = [p.detach().clone() for p in ps]
-        loss, live, gone = plain_step(model, xb, yb, opt, loss_func), 0, 0
+        loss = plain_step(model, xb, yb, opt, loss_func)
+        live = gone = 0
         with torch.no_grad():
             for p, o in zip(ps, old):
                 moved = p != o
@@ -70,8 +71,10 @@ def swallowed_updates(
     device='cpu',              # where it runs
 ) -> Run: # the history has 'swallowed' where the step records it
     "Train a net in small steps, with its weights stored in few bits"
-    net, opt = partial(relu_mlp, width=256, depth=2), partial(torch.optim.Adam, lr=lr)
-    toy = replace(get_toy('relu_mlp'), name='swallowed_updates', steps=steps, bs=32, model=net, opt=opt)
+    net = partial(relu_mlp, width=256, depth=2)
+    opt = partial(torch.optim.Adam, lr=lr)
+    toy = replace(get_toy('relu_mlp'), name='swallowed_updates', steps=steps, bs=32)
+    toy = replace(toy, model=net, opt=opt)
     return train_toy(toy, step or store_in(storage), seed, device=device)
 
 # %% ../nbs/04_failures.ipynb #df8b00ef
@@ -85,10 +88,11 @@ def gradients(
 ) -> dict: # parameter name -> gradient, float32
     "The gradients of one batch, without taking a step"
     toy = get_toy(toy)
-    model = toy.model(seed=seed, device=device) if model is None else model
+    if model is None: model = toy.model(seed=seed, device=device)
     xb, yb = next(batches(toy.data(device=device), toy.bs, 1, seed))
     held = [p.detach().clone() for p in model.parameters()]
-    half_pass(dtype, scale)(model, xb, yb, torch.optim.SGD(model.parameters(), lr=0.), toy.loss_func)
+    opt = torch.optim.SGD(model.parameters(), lr=0.)
+    half_pass(dtype, scale)(model, xb, yb, opt, toy.loss_func)
     with torch.no_grad():
         # 0 × inf is NaN: SGD with lr 0 may have written one
         for p, h in zip(model.parameters(), held): p.copy_(h)
@@ -105,9 +109,9 @@ def scale_report(
     live = g[(g != 0) & g.isfinite()].double()
     if not len(live):
         raise ValueError('There is no non-zero gradient among these: record some first.')
-    scaled, edge = live.abs() * 2.**log2_scale, fmt.max + fmt.spacing(fmt.max) / 2
-    # a tie goes to 0, or to infinity
-    under, over = scaled <= fmt.smallest_subnormal / 2, scaled >= edge
+    scaled = live.abs() * 2.**log2_scale
+    under = scaled <= fmt.smallest_subnormal / 2            # a tie goes to 0
+    over = scaled >= fmt.max + fmt.spacing(fmt.max) / 2     # or to infinity
     return under.double().mean().item(), over.double().mean().item()
 
 # %% ../nbs/04_failures.ipynb #4a0e1f01
@@ -126,30 +130,47 @@ def _octave(x):
     m, e = torch.frexp(x.double())
     return 2*m, e.long() - 1
 
+class _Bins:
+    "Bins that no edge of these formats cuts, at any power of two as the loss scale"
+    def __init__(self, formats):
+        self.formats = {f: get_format(f) for f in formats}
+        self.edges = {f: _edges(fmt) for f, fmt in self.formats.items()}
+        mantissas = [torch.ones(1).double()]
+        for edges in self.edges.values(): mantissas.append(_octave(edges)[0])
+        self.cuts = torch.cat(mantissas).unique()
+
+    def at(self, x):
+        "The bins of positive numbers"
+        mantissa, exponent = _octave(x)
+        return exponent*len(self.cuts) + torch.bucketize(mantissa, self.cuts, right=True) - 1
+
+    def row(self, g):
+        "How many zeros a gradient has, then pairs: a bin, and how many numbers lie in it"
+        size = g.detach().flatten().float().abs()
+        bins, n = self.at(size[size > 0]).unique(return_counts=True)
+        return [int((size == 0).sum()), *torch.stack([bins, n], 1).flatten().tolist()]
+
+    def format(self, f):
+        "What the figure has to know of a format"
+        fmt = self.formats[f]
+        return dict(color=fmt_color(f), edges=self.at(self.edges[f]).tolist(),
+                    low=math.log2(fmt.smallest_subnormal), tiny=math.log2(fmt.tiny), top=math.log2(fmt.max))
+
 def window_data(
     nets:dict, # {net: {step: {layer: its gradient, FP32, without a loss scale}}}
     formats=('fp16', 'bf16', 'e4m3', 'e5m2'), # to choose from
     what='gradients of the weights of', # what they are, before the names of the layers
 )->dict: # what `Live('window', …)` of chapter 90 draws
     "Gradients counted in bins that no format's edge cuts, at any power of two as the loss scale"
-    formats = {f: get_format(f) for f in formats}
-    edges = {f: _edges(fmt) for f, fmt in formats.items()}
-    cuts = torch.cat([torch.ones(1).double(), *(_octave(x)[0] for x in edges.values())]).unique()
-    def bins(x):
-        m, e = _octave(x)
-        return e*len(cuts) + torch.bucketize(m, cuts, right=True) - 1
-    def row(g):
-        size = g.detach().flatten().float().abs()
-        at, n = bins(size[size > 0]).unique(return_counts=True)
-        return [int((size == 0).sum()), *torch.stack([at, n], 1).flatten().tolist()]
-    def described(f, fmt):
-        limits = dict(low=fmt.smallest_subnormal, tiny=fmt.tiny, top=fmt.max)
-        return dict(color=fmt_color(f), edges=bins(edges[f]).tolist()) | {k: math.log2(v) for k, v in limits.items()}
-    def drawn(name, steps):
-        rows = [[row(g) for g in layers.values()] for layers in steps.values()]
-        return dict(name=name, layers=[*next(iter(steps.values()))], steps=[*steps], rows=rows)
-    return dict(what=what, bins=len(cuts), formats={f: described(f, fmt) for f, fmt in formats.items()},
-                nets=[drawn(name, steps) for name, steps in nets.items()])
+    bins = _Bins(formats)
+    drawn = []
+    for name, steps in nets.items():
+        layers = list(next(iter(steps.values())))
+        rows = []
+        for of_step in steps.values(): rows.append([bins.row(g) for g in of_step.values()])
+        drawn.append(dict(name=name, layers=layers, steps=list(steps), rows=rows))
+    known = {f: bins.format(f) for f in formats}
+    return dict(what=what, bins=len(bins.cuts), formats=known, nets=drawn)
 
 # %% ../nbs/04_failures.ipynb #f2804e64
 def flushed(
@@ -178,7 +199,8 @@ def vanished_gradients(
     device='cpu',              # where it runs
 ) -> Run: # ends early where the loss is infinite or NaN
     "Train a net whose gradients are too small for FP16, or too large with a large scale"
-    return train_toy(toy, step or half_pass(dtype, scale), seed, device=device, steps=steps, on_step=until_bad)
+    step = step or half_pass(dtype, scale)
+    return train_toy(toy, step, seed, device=device, steps=steps, on_step=until_bad)
 
 # %% ../nbs/04_failures.ipynb #7bdd1c58
 def exploded_activations(
@@ -207,7 +229,8 @@ def adam_first_step(
     p.grad = torch.full_like(p, grad)
     opt = torch.optim.Adam([p], lr=1e-3, eps=eps, **kw)
     opt.step()
-    return dict(weight=p[0].item(), m=opt.state[p]['exp_avg'][0].item(), v=opt.state[p]['exp_avg_sq'][0].item())
+    state = opt.state[p]
+    return dict(weight=p[0].item(), m=state['exp_avg'][0].item(), v=state['exp_avg_sq'][0].item())
 
 # %% ../nbs/04_failures.ipynb #bc4d1f5a
 def adam_eps(
