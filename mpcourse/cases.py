@@ -29,10 +29,15 @@ def train_patient(
 ): # a record; its parts stand in the next table
     "Train under a remedy; 'healthy' is FP32 with a repaired model or loss, and the same batches"
     t = patient.make(seed, remedy in ('own', 'healthy'))
-    r = SimpleNamespace(plain=deepcopy(t.model), before=scored(t), loss_func=t.loss_func, batches=list(t.batches()))
+    r = SimpleNamespace(loss_func=t.loss_func, batches=list(t.batches()))
+    r.plain = deepcopy(t.model)
+    r.before = scored(t)
     with seeded(seed):
-        r.step = plain_step if remedy == 'healthy' else patient.steps[remedy](t)
-        r.first, r.model, r.opt = deepcopy(t.model).train(), t.model, t.opt(t.model.parameters())
+        r.step = plain_step
+        if remedy != 'healthy': r.step = patient.steps[remedy](t)
+        r.first = deepcopy(t.model).train()
+        r.model = t.model
+        r.opt = t.opt(t.model.parameters())
         collector = TensorCollector(t.model, lambda n: n < 10 or n % 25 == 0, opt=r.opt,
                                     scaler=getattr(r.step, 'scaler', None))
         def look(i, seen):
@@ -42,7 +47,9 @@ def train_patient(
         with collector:
             r.log = fit(t.model, r.batches, r.opt, t.loss_func, r.step, t.schedule, look)
     t.model.float()
-    r.log, r.frame, r.score = pd.DataFrame(r.log), collector.frame(), scored(t)
+    r.log = pd.DataFrame(r.log)
+    r.frame = collector.frame()
+    r.score = scored(t)
     return r
 
 # %% ../nbs/35_cases.ipynb #c31a0051
@@ -77,14 +84,20 @@ def tensor_evidence(
 
 # %% ../nbs/35_cases.ipynb #c31a001d
 def loss_and_gradients(
-    step:Callable, model:nn.Module, batch:tuple, loss_func:Callable, # as for `fit`; the model is not changed
+    step:Callable, # for `fit`
+    model:nn.Module, # it is not changed
+    batch:tuple, loss_func:Callable, # as for `fit`
 )->tuple: # the loss, and name -> gradient of each weight matrix; of none if the step is skipped
     "The loss and the gradients that a step computes from a batch"
-    twin, grads = deepcopy(model), {}
+    twin = deepcopy(model)
+    grads = {}
+    def keep(*_):
+        for n, p in weight_matrices(twin).items(): grads[n] = p.grad.float()
     opt = torch.optim.SGD(twin.parameters(), lr=0.)
-    opt.register_step_pre_hook(lambda *_: grads.update((n, p.grad.float()) for n, p in weight_matrices(twin).items()))
+    opt.register_step_pre_hook(keep)
     out = step(twin, *batch, opt, loss_func)
-    return float(out['loss'] if isinstance(out, dict) else out), grads
+    if isinstance(out, dict): out = out['loss']
+    return float(out), grads
 
 def batch_evidence(
     r, # a record
@@ -95,10 +108,14 @@ def batch_evidence(
         loss, grads = loss_and_gradients(plain_step, r.plain, batch, r.loss_func)
         behind += math.isfinite(loss) and not all(g.isfinite().all() for g in grads.values())
     sizes = [g.square().mean().sqrt().log2().item() for g in grads.values()]
-    kept = arrived(loss_and_gradients(r.step, r.first, batch, r.loss_func)[1], grads).values()
-    half = loss_and_gradients(plain_step, r.plain, [t[:len(t)//2] for t in batch], r.loss_func)[0]
-    return dict(kept=min(kept, default=0.), octaves=max(sizes) - min(sizes), behind=behind,
-                ratio=loss/half if half else math.nan)
+    steps_grads = loss_and_gradients(r.step, r.first, batch, r.loss_func)[1]
+    kept = arrived(steps_grads, grads).values()
+    half_batch = [t[:len(t)//2] for t in batch]
+    half = loss_and_gradients(plain_step, r.plain, half_batch, r.loss_func)[0]
+    ratio = math.nan
+    if half: ratio = loss/half
+    octaves = max(sizes) - min(sizes)
+    return dict(kept=min(kept, default=0.), octaves=octaves, behind=behind, ratio=ratio)
 
 def evidence(
     r, # a record
@@ -124,10 +141,12 @@ CAUSES = {
 CURES = {
     'clip': 'clip gradients', 'finite mask': 'mask with a large number instead of infinity',
     'hold': 'let a loss that is not finite move neither scale nor weights',
-    'keep buffers': 'put buffers back where a step is skipped', 'larger epsilon': "a larger epsilon for Adam",
+    'keep buffers': 'put buffers back where a step is skipped',
+    'larger epsilon': "a larger epsilon for Adam",
     'larger weights': 'other first weights', 'masters': 'FP32 weights beside the 16-bit ones',
     'mean': 'a mean instead of a sum', 'smaller rate': 'a smaller learning rate',
-    'stochastic rounding': 'round updates up or down by chance', 'tensor scales': 'a scale for each tensor'}
+    'stochastic rounding': 'round updates up or down by chance',
+    'tensor scales': 'a scale for each tensor'}
 
 # %% ../nbs/35_cases.ipynb #c31a0021
 def outcomes(
@@ -138,15 +157,18 @@ def outcomes(
     for row in table.rows:
         name, remedy = row.split(': ')
         cured = {lost < .5 for lost in table.values(row, 'lost')}
-        found.setdefault(name, {})[remedy] = cured.pop() if len(cured) == 1 else None
+        found.setdefault(name, {})[remedy] = None
+        if len(cured) == 1: found[name][remedy] = cured.pop()
     return found
 
 def solutions(
     table, # the study `sick_trainings`
 )->pd.DataFrame: # a row for each case
     "The page for teachers: causes, cures, what each remedy does"
-    truth, patients = outcomes(table), table.module.PATIENTS
-    rows = {n: dict(cause=p.cause, cure=p.cure) | truth[n] | dict(note=p.note) for n, p in patients.items()}
+    truth = outcomes(table)
+    rows = {}
+    for name, patient in table.module.PATIENTS.items():
+        rows[name] = dict(cause=patient.cause, cure=patient.cure) | truth[name] | dict(note=patient.note)
     return pd.DataFrame(rows, dtype=object).T
 
 # %% ../nbs/35_cases.ipynb #c31a0022
@@ -158,14 +180,18 @@ class Case:
         seed:int=0, # of weights and batches
     ):
         validate_choice(name, table.module.PATIENTS, 'case')
-        self.table, self.patient, self.name, self.seed = table, table.module.PATIENTS[name], name, seed
-        self.runs, self.points = [], None
+        self.table = table
+        self.patient = table.module.PATIENTS[name]
+        self.name = name
+        self.seed = seed
+        self.runs = []          # remedies that were run
+        self.points = None      # of the answer
         self.record = train_patient(self.patient, seed=seed)
 
     def run(self,
         remedy:str, # one of `REMEDIES`; after the answer also 'own', the cure that fits
     ): # a record; its `score` is the loss on new data
-        "Run a remedy: three runs in all, at most two of them before the answer; ValueError for any other"
+        "Run a remedy: three runs in all, at most two before the answer; ValueError for any other"
         validate_choice(remedy, (*REMEDIES, 'own'), 'remedy')
         if len(self.runs) == 3: raise ValueError('All three runs are used up: read the solution.')
         if not self.points and (len(self.runs) == 2 or remedy == 'own'):
@@ -177,7 +203,7 @@ class Case:
         cause:str, # one of `CAUSES`
         cure:str, # one of `CURES`
         cures:dict, # remedy -> would it cure? For all `REMEDIES` that were not run
-    )->dict: # are 'cause' and 'cure' right? How many of those 'asked' did 'predictions' and `GUESS` get right?
+    )->dict: # are 'cause' and 'cure' right? how many of 'asked' have 'predictions' and 'guess' right?
         "Give the one answer; ValueError for a second or incomplete one"
         validate_choice(cause, CAUSES, 'cause')
         validate_choice(cure, CURES, 'cure')
@@ -186,9 +212,10 @@ class Case:
             raise ValueError(f'Answer once, and predict {", ".join(unseen)}.')
         truth = solutions(self.table).loc[self.name]
         asked = [r for r in unseen if truth[r] is not None]
-        right, guess = (sum(said[r] == truth[r] for r in asked) for said in (cures, GUESS))
-        self.points = dict(cause=cause == truth.cause, cure=cure == truth.cure, predictions=right, guess=guess,
-                           asked=len(asked))
+        right = sum(cures[r] == truth[r] for r in asked)
+        guess = sum(GUESS[r] == truth[r] for r in asked)
+        self.points = dict(cause=cause == truth.cause, cure=cure == truth.cure,
+                           predictions=right, guess=guess, asked=len(asked))
         return self.points
 
     def solution(self,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest, torch
 
 from mpcourse.cases import CAUSES, CURES, GUESS, REMEDIES, Case, evidence, lost_by, outcomes, score, solutions, train_patient
-from mpcourse.cli import checkers
+from tools.exercises import checkers
 from mpcourse.toys import plain_step
 from mpcourse.zoo import study
 from conftest import NBS
