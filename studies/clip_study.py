@@ -2,8 +2,7 @@
 
 A row is a policy (a crew) and the step at which ten bad batches begin; a collector looks at the gradients.
 The small CNN flies through the same storm. Learnt: the loss ends below 1.5 (the CNN's below .1).
-`warned` is the rule of the article on CLIP: the mean flushed share of the weights' gradients is 10 %, or 5 % and rising. (The stored
-shares are from a count of each operation as it ran; the replay of this script gives the same verdicts, step by step.)
+`warned` is the rule of the article on CLIP: the mean flushed share of the weights' gradients is 10 %, or 5 % and rising.
 """
 from contextlib import nullcontext
 from functools import partial
