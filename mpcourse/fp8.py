@@ -456,6 +456,13 @@ def _delayed(module, recipe):
         casts[k] = CastConfig(getattr(recipe, k).fmt, scale=module.fp8_casts[k])
     return replace(recipe, **casts)
 
+def _get_recipe(recipe):
+    "A recipe itself, or by its name"
+    if isinstance(recipe, Recipe): return recipe
+    if recipe in RECIPES: return RECIPES[recipe]
+    raise ValueError(f'There is no recipe {recipe!r}: take one of {", ".join(RECIPES)}, '
+                     'or make a Recipe.')
+
 def simulate_fp8(
     model:nn.Module, # any; it is not changed
     recipe=Recipe(), # a Recipe, or a name in `RECIPES`
@@ -467,11 +474,7 @@ def simulate_fp8(
 
     ValueError for a module that cannot be converted."""
     validate_not_scripted(model)
-    if not isinstance(recipe, Recipe):
-        if recipe not in RECIPES:
-            raise ValueError(f'There is no recipe {recipe!r}: take one of {", ".join(RECIPES)}, '
-                             'or make a Recipe.')
-        recipe = RECIPES[recipe]
+    recipe = _get_recipe(recipe)
     keep = [keep] if isinstance(keep, str) else list(keep)
     names = list(dict(model.named_modules()))
     for p in keep:
