@@ -286,7 +286,8 @@ class emulate_format(no_emulation):
         self.fmt = get_format(fmt)
         self.chunk, self.inputs, self.inplace = chunk, inputs, inplace
         self._q = _rounder(self.fmt, **opts)
-        self._acc = accumulate and _rounder(get_format(accumulate), **opts)
+        self._acc = None
+        if accumulate is not None: self._acc = _rounder(get_format(accumulate), **opts)
 
     @torch.no_grad()
     def round(self,

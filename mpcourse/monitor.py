@@ -54,10 +54,10 @@ def validate_choice(
 )->tuple: # of names
     "The names as a tuple; ValueError for a name that does not exist"
     names = (names,) if isinstance(names, str) else tuple(names)
-    for n in names or ((),):
-        if n in known: continue
-        raise ValueError(f'There is no {what} {n!r}: take some of {", ".join(known)}.')
-    return names
+    unknown = [n for n in names if n not in known]
+    if names and not unknown: return names
+    bad = unknown[0] if unknown else names
+    raise ValueError(f'There is no {what} {bad!r}: take some of {", ".join(known)}.')
 
 # %% ../nbs/15_monitor.ipynb #18m0028b
 #| code-fold: true
@@ -106,7 +106,8 @@ def watched_modules(
     "The modules whose tensors are shown"
     top = type(model).__name__
     def shown(m):
-        return m._parameters or not m._modules if types is None else isinstance(m, types)
+        if types is None: return m._parameters or not m._modules
+        return isinstance(m, types)
     found = {n or top: m for n, m in model.named_modules() if shown(m)}
     if not found: raise ValueError(f'No module of {top} is a {types}: give other types.')
     if root: found[top] = model
@@ -159,7 +160,7 @@ class TensorHooks(AbstractContextManager):
 
     def outputs(self, name, module, args, out):
         "Show a layer's output, and hook its gradient"
-        again = torch._C._current_graph_task_id() != -1         # a checkpointed block
+        again = torch._C._current_graph_task_id() != -1         # a checkpointed block is shown once
         for n, t in named_tensors(name, out):
             if 'activation' in self.kinds and not again: self.show(n, 'activation', t)
             if 'activation_grad' not in self.kinds or not t.requires_grad: continue
@@ -289,8 +290,8 @@ def inverse_scale(
     "The factor that takes this step's loss scale out of a gradient, without waiting for the device"
     policy = getattr(scaler, 'policy', scaler)              # of our GradScaler
     if isinstance(policy, LossScaler):
-        one = type(policy).inv_scale is LossScaler.inv_scale            # for all layers
-        if name is None and not one: return math.nan
+        by_layer = type(policy).inv_scale is not LossScaler.inv_scale
+        if name is None and by_layer: return math.nan
         return policy.inv_scale(name)
     if not isinstance(scaler, TorchGradScaler): return 1/(scaler or 1.)
     now = getattr(scaler, '_scale', None)                   # None before the first loss was scaled
@@ -507,7 +508,7 @@ def _validate(every, opt, scaler, keep):
     if opt is not None and not hasattr(inner_optimizer(opt), 'state'):
         raise ValueError(f"opt={opt!r} is not an optimizer: "
                          "give the optimizer itself, torch's or fastai's.")
-    number = type(scaler) in (int, float) and 0 < scaler < math.inf
+    number = isinstance(scaler, int | float) and scaler is not True and 0 < scaler < math.inf
     if not (number or scaler is None or isinstance(scaler, LossScaler | TorchGradScaler)):
         raise ValueError(f'{scaler!r} is not a scaler: '
                          'give a LossScaler, a GradScaler, or the factor on the loss.')

@@ -276,7 +276,12 @@ def unit_layer(
     **only, # options for which alone the factors hold
 )->type: # torch's layer with another forward, named Unit…; in `UNIT_LAYERS` from now on
     "Make torch's layer unit-scaled: same arguments, same parameters"
-    body = dict(forward=forward, only=only, __module__=__name__)
+    def run(self, *xs):
+        "As torch's layer, with factors"
+        return forward(self, *xs)
+
+    body = dict(forward=run, only=only, __module__=__name__)
+    body['__doc__'] = f'nn.{cls.__name__}, unit-scaled'
     UNIT_LAYERS[cls] = type(f'Unit{cls.__name__}', (UnitLayer, cls), body)
     return UNIT_LAYERS[cls]
 
