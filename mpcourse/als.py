@@ -16,25 +16,28 @@ from .monitor import TensorHooks
 from .scaler import LossScaler
 
 # %% ../nbs/19_als.ipynb #21a50023
-EDGE, THRESHOLD = 2.**13, 1e-7 # the edge from which gradients are large, and the share of them that is too much
+EDGE = 2.**13       # from here on gradients are large
+THRESHOLD = 1e-7    # the share of large ones that is too much
 
 def _validate(s):
     "ValueError for an argument that cannot work"
     validate_number('edge', s.edge, lambda x: x > 0 and torch.tensor(float(x)).half().item() == x,
-                 f'an edge is a positive FP16 number, so take one such as {EDGE:g}')
+                    f'an edge is a positive FP16 number, so take one such as {EDGE:g}')
     validate_number('threshold', s.threshold, lambda x: 0 <= x <= 1,
-                 f'it is a share of all gradients, so take one from 0 to 1, such as {THRESHOLD:g}')
+                    f'it is a share of all gradients, so take one from 0 to 1, such as '
+                    f'{THRESHOLD:g}')
     validate_number('factor', s.factor, lambda x: x > 1,
-                 'it multiplies or divides the scale, so take a number above 1, such as 2.0')
+                    'it multiplies or divides the scale, so take a number above 1, such as 2.0')
     validate_steps('period', s.period, 1)
     if not (s.weights or s.activations):
-        raise ValueError('weights=False and activations=False leave no gradients to count: set one to True.')
+        raise ValueError('weights=False and activations=False leave no gradients to count: '
+                         'set one to True.')
 
 # %% ../nbs/19_als.ipynb #21a50024
 class ALSScaler(LossScaler):
-    "Automatic loss scaling: too many gradients above an edge halve the scale, anything else doubles it"
+    "Automatic loss scaling: too many gradients above an edge halve the scale, else it doubles"
     def __init__(self,
-        init_scale:float=None, # the first scale; None: 1, or min_scale if that is higher
+        init_scale:float|None=None, # the first scale; None: 1, or min_scale if that is higher
         edge:float=EDGE, # magnitude of a scaled gradient from which it counts as large
         threshold:float=THRESHOLD, # halve if more than this share is large, 0 to 1
         factor:float=2., # by which the scale is multiplied or divided
@@ -57,22 +60,28 @@ class ALSScaler(LossScaler):
 
     @property
     def edges(self):
-        "The edges for counting: `edge`, and with a deadband `edge`/`factor`, from where a doubling would reach it"
-        return (self.edge, self.edge/self.factor) if self.deadband else (self.edge,)
+        "The edges for counting: `edge`, and with a deadband that from which a doubling reaches it"
+        if self.deadband: return self.edge, self.edge/self.factor
+        return (self.edge,)
 
     @property
     def required_stats(self):
         "The statistics of weights' gradients; those that `watch` counts are added to them"
         always = 'found_inf', ('amax', 'loss')
-        return (*always, 'numel', *(('above', e) for e in self.edges)) if self.weights else always
+        if not self.weights: return always
+        return (*always, 'numel', *[('above', e) for e in self.edges])
 
     def next_scale(self, stats):
-        "Halve or double; a non-finite gradient halves at once, whatever the period; at a loss of zero nothing doubles"
-        decide, bad = self.step_in_period == 0, stats['found_inf'] != 0
-        large, *near_edge = [stats['above', e] > self.threshold*stats['numel'] for e in self.edges]
+        """Halve or double; at a loss of zero nothing doubles
+
+        A non-finite gradient halves at once, whatever the period."""
+        bad = stats['found_inf'] != 0
+        decide = self.step_in_period == 0
+        def too_many(edge): return stats['above', edge] > self.threshold*stats['numel']
+        large = too_many(self.edge)
         up = self.scale*self.factor
-        for near in near_edge: up = torch.where(near, self.scale, up)         # with a deadband
-        loss = stats.get(('amax', 'loss'), self.scale)                        # where nobody has shown it: not zero
+        for edge in self.edges[1:]: up = torch.where(too_many(edge), self.scale, up)    # deadband
+        loss = stats.get(('amax', 'loss'), self.scale)      # not zero where nobody has shown it
         up = torch.where(loss == 0, self.scale, up)
         self.step_in_period = (self.step_in_period + 1) % int(self.period)
         new = torch.where(decide, up, self.scale)
@@ -86,13 +95,16 @@ class ALSWatch:
         model:nn.Module, # in training
     ):
         self.scaler = scaler
-        self.hooks = [TensorHooks(model, self.see, 'activation_grad', scaler.names, scaler.types, bare=True)]
-        if scaler.saturate: self.hooks.append(TensorHooks(model, self.see, 'weight_grad', bare=True))
+        self.hooks = [TensorHooks(model, self.see, 'activation_grad', scaler.names, scaler.types,
+                                  bare=True)]
+        if scaler.saturate:
+            self.hooks.append(TensorHooks(model, self.see, 'weight_grad', bare=True))
         self.reset()
 
     def reset(self):
         "Forget what was counted, since a step begins"
-        self.numel, self.counts = 0, [[torch.zeros(())]*len(self.scaler.edges)]
+        self.numel = 0
+        self.above = {e: [torch.zeros(())] for e in self.scaler.edges}      # counts of each tensor
 
     def see(self, name, kind, g):
         "Count one gradient on the device, without keeping it"
@@ -103,17 +115,18 @@ class ALSWatch:
         "Count the entries that are not below each edge, NaN included"
         if g.dtype != torch.float16 or not g.numel(): return
         size = g.detach().abs()
-        below = [torch.lt(size, e, out=torch.empty_like(size)) for e in self.scaler.edges]
-        above = [g.numel() - b.sum(dtype=torch.float32) for b in below]
-        self.counts.append(above)
+        for edge, counts in self.above.items():
+            below = torch.lt(size, edge, out=torch.empty_like(size))
+            counts.append(g.numel() - below.sum(dtype=torch.float32))
         self.numel += g.numel()
 
     def read(self)->dict: # {name: 0-dim tensor}, named as what the step counts
         "What was counted since `reset`"
         home = self.scaler.scale.device
-        above = [torch.stack([t.to(home, torch.float32) for t in c]).sum() for c in zip(*self.counts)]
-        found = {('above', e): n for e, n in zip(self.scaler.edges, above)}
-        return dict(numel=torch.tensor(float(self.numel), device=home)) | found
+        stats = dict(numel=torch.tensor(float(self.numel), device=home))
+        for edge, counts in self.above.items():
+            stats['above', edge] = torch.stack([n.to(home, torch.float32) for n in counts]).sum()
+        return stats
 
     def remove(self):
         "Remove the hooks"
@@ -126,5 +139,6 @@ def watch(self:ALSScaler,
 ): # ALSWatch, or None where only weights count
     "Hook into the outputs of modules; ValueError if no module has the names or types"
     if not (self.activations or self.saturate): return
-    if model is None: raise ValueError(f'{self!r} watches the model, and none was given: pass model=.')
+    if model is None:
+        raise ValueError(f'{self!r} watches the model, and none was given: pass model=.')
     return ALSWatch(self, model)

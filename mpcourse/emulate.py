@@ -26,17 +26,20 @@ def chunked_matmul(
     chunk:int=16, # products that are summed without rounding before they enter the running sum
 )->Tensor: # (…, n, m)
     "`a @ b` with an accumulator of few bits"
-    acc = a.new_zeros(()) if a.shape[-1] else a @ b
-    for i in range(0, a.shape[-1], chunk): acc = rnd(acc + a[..., i:i+chunk] @ b[..., i:i+chunk, :])
+    acc = a[..., :0] @ b[..., :0, :]    # zeros
+    for i in range(0, a.shape[-1], chunk):
+        acc = rnd(acc + a[..., i:i+chunk] @ b[..., i:i+chunk, :])
     return acc
 
 # %% ../nbs/24_emulate.ipynb #50169103
+def _leaf(a): return a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a
+
 class _Boundary(torch.autograd.Function):
     "A function that runs outside the emulated machine"
     @staticmethod
     def forward(ctx, f, kwargs, *args):
         with no_emulation(), torch.enable_grad():
-            ctx.leaves = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
+            ctx.leaves = list(map(_leaf, args))
             ctx.out = f(*ctx.leaves, **kwargs)
         return ctx.out.detach()
 
@@ -44,15 +47,17 @@ class _Boundary(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         with no_emulation(): ctx.out.backward(g)
-        grads = [a.grad if isinstance(a, Tensor) else None for a in ctx.leaves]
-        return None, None, *(x if x is None else x*1 for x in grads)   # `*1` is an op of this machine: it rounds
+        grads = [None]*len(ctx.leaves)
+        for i, a in enumerate(ctx.leaves):      # `*1` is an op of this machine: it rounds
+            if isinstance(a, Tensor) and a.grad is not None: grads[i] = a.grad*1
+        return None, None, *grads
 
 def exact_loss(
     f, # a loss function: (model's output, target, …) -> tensor
     *args, # its arguments; gradients reach those that want them
     **kwargs, # handed to f as they are
 )->Tensor: # what f returned
-    "`f(*args, **kwargs)` outside the emulated machine; the gradient that comes back is rounded once"
+    "`f(*args, **kwargs)` outside the emulated machine; the returning gradient is rounded once"
     return _Boundary.apply(f, kwargs, *args)
 
 # %% ../nbs/24_emulate.ipynb #06b1be30
@@ -62,30 +67,35 @@ def written_args(
     func, # an OpOverload
 )->tuple: # (position, name) of each argument that the op writes into
     "The arguments that an op writes into: that of an in-place op, and `out=`"
-    def writes(a): return a.alias_info is not None and a.alias_info.is_write
-    return tuple((i, a.name) for i,a in enumerate(func._schema.arguments) if writes(a))
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
 
 def changed_args(
     func, args, kwargs, # a call
 )->list: # of tensors, or of lists of tensors
     "The arguments that an op wrote into"
-    return [kwargs[n] if n in kwargs else args[i] if i < len(args) else None for i,n in written_args(func)]
+    values = dict(enumerate(args)) | kwargs
+    return [values.get(n, values.get(i)) for i, n in written_args(func)]
 
 @lru_cache(None)
 def is_view(
     func, # an OpOverload
 )->bool:
     "Does the op return a view of a tensor?"
-    rets = [r.alias_info for r in func._schema.returns]
-    return torch.Tag.inplace_view in func.tags or any(a is not None and not a.is_write for a in rets)
+    views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+    return views or torch.Tag.inplace_view in func.tags
 
 # %% ../nbs/24_emulate.ipynb #f8b3de0d
 #| code-fold: true
 OP_KINDS = {
-    'product':  'operands rounded at use, the result rounded; with `accumulate` the running sums, too',
-    'result':   'the result is rounded: arithmetic, functions, norms, pooling, losses, embeddings, and their backward',
-    'in-place': 'not rounded, since optimizers write in place; rounded in a backward pass, and with `inplace=True`',
-    'foreach':  'not rounded: multi-tensor and fused ops, which optimizers and gradient clipping use',
+    'product':  'operands rounded at use, the result rounded; with `accumulate` the running sums, '
+                'too',
+    'result':   'the result is rounded: arithmetic, functions, norms, pooling, losses, embeddings, '
+                'and their backward',
+    'in-place': 'not rounded, since optimizers write in place; rounded in a backward pass, '
+                'and with `inplace=True`',
+    'foreach':  'not rounded: multi-tensor and fused ops, which optimizers and gradient clipping '
+                'use',
     'view':     'nothing new: the same numbers seen in another way',
     'copy':     'not rounded: copies, casts and fills',
     'move':     'not rounded: indexing, joining, masking',
@@ -95,18 +105,24 @@ OP_KINDS = {
     'opened':   'made of other ops, each treated as its own kind',
     'sealed':   'an error: a whole recurrent layer in one op, which cannot be opened'}
 
-_NAMES = {
-    'copy': 'clone copy_ copy _to_copy _unsafe_view contiguous lift_fresh_copy fill_ zero_ _reshape_copy _pin_memory',
-    'move': '''cat stack index index_select gather take flip roll where masked_fill masked_fill_ masked_select
-        masked_scatter masked_scatter_ scatter scatter_ index_put index_put_ _index_put_impl_ index_copy index_copy_
-        index_fill index_fill_ slice_backward select_backward slice_scatter select_scatter constant_pad_nd repeat
-        tril triu tril_ triu_ diag_embed pixel_shuffle unsafe_split unsafe_split_with_sizes''',
-    'random': '''rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform uniform_ bernoulli
-        bernoulli_ random random_ multinomial poisson exponential exponential_ log_normal log_normal_ cauchy cauchy_
-        geometric geometric_ binomial''',
-    'discrete': '''eq ne lt le gt ge isnan isinf logical_not logical_and logical_or argmax argmin argsort bitwise_and
-        nonzero count_nonzero any all equal searchsorted bucketize bincount'''}
-_KIND_OF = {name: kind for kind,names in _NAMES.items() for name in names.split()}
+_KIND_OF = (
+    dict.fromkeys('''
+        clone copy_ copy _to_copy _unsafe_view contiguous lift_fresh_copy fill_ zero_ _reshape_copy
+        _pin_memory'''.split(), 'copy') |
+    dict.fromkeys('''
+        cat stack index index_select gather take flip roll where masked_fill masked_fill_
+        masked_select masked_scatter masked_scatter_ scatter scatter_ index_put index_put_
+        _index_put_impl_ index_copy index_copy_ index_fill index_fill_ slice_backward
+        select_backward slice_scatter select_scatter constant_pad_nd repeat tril triu tril_ triu_
+        diag_embed pixel_shuffle unsafe_split unsafe_split_with_sizes'''.split(), 'move') |
+    dict.fromkeys('''
+        rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform
+        uniform_ bernoulli bernoulli_ random random_ multinomial poisson exponential exponential_
+        log_normal log_normal_ cauchy cauchy_ geometric geometric_ binomial'''.split(), 'random') |
+    dict.fromkeys('''
+        eq ne lt le gt ge isnan isinf logical_not logical_and logical_or argmax argmin argsort
+        bitwise_and nonzero count_nonzero any all equal searchsorted bucketize
+        bincount'''.split(), 'discrete'))
 
 # %% ../nbs/24_emulate.ipynb #06c4a101
 #| code-fold: true
@@ -146,7 +162,8 @@ def is_product(
 )->bool:
     "Does the op multiply two floating tensors and sum?"
     name = func._overloadpacket.__name__
-    if name in ('_embedding_bag', '_embedding_bag_forward_only'): return len(args) > 6 and args[6] is not None
+    if name in ('_embedding_bag', '_embedding_bag_forward_only'):
+        return len(args) > 6 and args[6] is not None
     return name in _PRODUCT_NAMES
 
 # %% ../nbs/24_emulate.ipynb #7e4662cb
@@ -156,29 +173,40 @@ def _is_factory(
 )->bool:
     "Does the op make a tensor out of nothing, or out of another's shape?"
     name = func._overloadpacket.__name__
-    outs = [n for _,n in written_args(func) if n.startswith('out')]
-    takes = any('Tensor' in str(a.type) and a.name not in outs for a in func._schema.arguments)
-    makes = any('Tensor' in str(r.type) for r in func._schema.returns)
-    return makes and (not takes or name.endswith('_like') or name.startswith('new_'))
+    takes = [str(a.type) for a in func._schema.arguments if not a.name.startswith('out')]
+    makes = str(func._schema).rsplit(' -> ')[-1]
+    like = name.endswith('_like') or name.startswith('new_')
+    return 'Tensor' in makes and (like or 'Tensor' not in ' '.join(takes))
+
+_FOREACH = '_foreach', '_fused_adam', '_fused_sgd', '_fused_adagrad', '_amp_'
 
 @lru_cache(None)
 def op_kind(
     func, # an OpOverload, say torch.ops.aten.mm.default
 )->str: # a key of `OP_KINDS`
-    "How `emulate_format` treats an op; an op of no other kind is a 'result', which is rounded"
+    "How `emulate_format` treats an op; one that fits no other kind is a 'result', and rounded"
     name = func._overloadpacket.__name__
-    rules = [('sealed', func in RECURRENT), ('opened', is_composite(func)), ('product', is_product(func)),
-             (_KIND_OF.get(name), name in _KIND_OF), ('copy', torch.Tag.view_copy in func.tags),
-             ('foreach', name.startswith(('_foreach', '_fused_adam', '_fused_sgd', '_fused_adagrad', '_amp_'))),
-             ('view', is_view(func)), ('factory', _is_factory(func)),
-             ('in-place', any(n == 'self' for _,n in written_args(func))), ('result', True)]
-    return next(kind for kind,holds in rules if holds)                  # the first that holds
+    rules = (
+        ('sealed', func in RECURRENT),
+        ('opened', is_composite(func)),
+        ('product', is_product(func)),
+        (_KIND_OF.get(name), name in _KIND_OF),
+        ('copy', torch.Tag.view_copy in func.tags),
+        ('foreach', name.startswith(_FOREACH)),
+        ('view', is_view(func)),
+        ('factory', _is_factory(func)),
+        ('in-place', 'self' in dict(written_args(func)).values()))
+    for kind, holds in rules:
+        if holds: return kind
+    return 'result'
 
 # %% ../nbs/24_emulate.ipynb #f7046849
 _local = threading.local()  # `busy` while an emulator runs an op on this thread
 
 class no_emulation(OpMode):
-    "A context in which nothing is rounded, whatever `emulate_format` is around it: for losses, metrics, the optimizer"
+    """A context in which nothing is rounded, whatever `emulate_format` is around it
+
+    For losses, metrics and the optimizer."""
     def run(self, func, args, kwargs):
         "Run an op so that the emulators around this one do not round it"
         if getattr(_local, 'busy', False): return func(*args, **kwargs)
@@ -196,16 +224,21 @@ def _rounder(
     **opts, # of `quantize`: rounding, overflow, subnormals, generator
 ):  # float32 tensor -> float32 tensor
     "`quantize` with its options bound; wrong ones are refused at once"
-    general, top, dtype = partial(quantize, fmt=fmt, **opts), fmt.max, fmt.dtype
+    general = partial(quantize, fmt=fmt, **opts)
     general(torch.zeros(1))
-    if dtype is None or fmt.kind == 'scale' or opts['rounding'] != 'nearest' or not opts['subnormals']: return general
-    if opts['overflow'] == 'saturate': return lambda x: x.clamp(-top, top).to(dtype).float()
-    half = dtype in (torch.float16, torch.bfloat16) and opts['overflow'] == 'inf'
-    return (lambda x: x.to(dtype).float()) if half else general
+    castable = fmt.dtype is not None and fmt.kind != 'scale'            # by torch
+    if not castable or opts['rounding'] != 'nearest' or not opts['subnormals']: return general
+    if opts['overflow'] == 'saturate':
+        return lambda x: x.clamp(-fmt.max, fmt.max).to(fmt.dtype).float()
+    if opts['overflow'] == 'inf' and fmt.dtype in (torch.float16, torch.bfloat16):
+        return lambda x: x.to(fmt.dtype).float()
+    return general
 
-_STATISTICS = frozenset('''native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit
-    _native_batch_norm_legit_no_training _batch_norm_with_update cudnn_batch_norm miopen_batch_norm _fused_rms_norm
-    nll_loss_forward nll_loss2d_forward'''.split())
+_STATISTICS = frozenset('''
+    native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit
+    _native_batch_norm_legit_no_training _batch_norm_with_update cudnn_batch_norm
+    miopen_batch_norm _fused_rms_norm nll_loss_forward nll_loss2d_forward
+    '''.split())
 
 @lru_cache(None)
 def _new(
@@ -215,76 +248,93 @@ def _new(
     new = [r.alias_info is None for r in func._schema.returns]
     name = func._overloadpacket.__name__
     statistics = name in _STATISTICS or (func in ATTENTION and not name.endswith('backward'))
-    return tuple(n and not (statistics and i) for i,n in enumerate(new))
+    if statistics: new[1:] = [False]*len(new[1:])
+    return tuple(new)
 
 @lru_cache(None)
 def _kept(
     func, # an OpOverload out of `PRODUCTS`
 )->frozenset: # positions
     "The arguments of a product that are no operands: what it writes, and statistics"
-    stats = frozenset(i for i,a in enumerate(func._schema.arguments) if a.name in ('logsumexp', 'attn_bias'))
-    return stats.union(i for i,_ in written_args(func))
+    positions = set(dict(written_args(func)))
+    for i, a in enumerate(func._schema.arguments):
+        if a.name in ('logsumexp', 'attn_bias'): positions.add(i)
+    return frozenset(positions)
 
 # %% ../nbs/24_emulate.ipynb #75517cb7
 class emulate_format(no_emulation):
-    "Emulate a machine that has only `fmt`: stored as float32, every result is rounded to it, forward and backward"
+    """Emulate a machine that has only `fmt`, forward and backward
+
+    Numbers are stored as float32, and every result is rounded to the format."""
     def __init__(self,
         fmt, # a format or its name
         rounding:str='nearest', # as in `quantize`: 'nearest', 'stochastic' or 'toward_zero'
         overflow:str='saturate', # as in `quantize`: 'saturate', 'inf' or 'nan'
         subnormals:bool=True, # False: they become zero
-        accumulate=None, # format of the running sum inside matrix products and convolutions; None: FP32
-        chunk:int=16, # products summed in FP32 before they enter the running sum, which is then rounded
+        accumulate=None, # format of the running sum in matrix products and convolutions; None: FP32
+        chunk:int=16, # products summed in FP32 before they enter the running sum
         inputs:bool=True, # round what goes into a product: FP32 weights are cast at use
         inplace:bool=False, # round what in-place ops write; keep the optimizer outside then
         generator=None, # torch.Generator of stochastic rounding
     ):
         if not (isinstance(chunk, int) and chunk > 0):
             raise ValueError(f'chunk={chunk!r} is not a number of products: take 1, 2, 3 …')
-        opts = dict(rounding=rounding, overflow=overflow, subnormals=subnormals, generator=generator)
-        super().__init__(fmt=fmt, **opts, accumulate=accumulate, chunk=chunk, inputs=inputs, inplace=inplace)
-        self.fmt, self.chunk, self.inputs, self.inplace = get_format(fmt), chunk, inputs, inplace
+        opts = dict(rounding=rounding, overflow=overflow, subnormals=subnormals,
+                    generator=generator)
+        super().__init__(fmt=fmt, **opts, accumulate=accumulate, chunk=chunk, inputs=inputs,
+                         inplace=inplace)
+        self.fmt = get_format(fmt)
+        self.chunk, self.inputs, self.inplace = chunk, inputs, inplace
         self._q = _rounder(self.fmt, **opts)
-        self._acc = None if accumulate is None else _rounder(get_format(accumulate), **opts)
+        self._acc = None
+        if accumulate is not None: self._acc = _rounder(get_format(accumulate), **opts)
 
     @torch.no_grad()
     def round(self,
         x, # a float32 tensor is rounded; anything else comes back as it is
     ):  # x, on the format's grid
         "Round as this machine does"
-        with no_emulation(): return self._q(x) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
+        with no_emulation(): return self._grid(x)
 
     def _run(self, func, args, kwargs):
-        kind, run = op_kind(func), func
-        if kind == 'result' and is_product(func, args): kind = 'product'    # a bag with weights
+        kind = op_kind(func)
         if kind == 'sealed': raise NotImplementedError(_SEALED.format(func))
-        if kind == 'product' and self.inputs:
-            args = [a if i in _kept(func) else self._grid(a) for i,a in enumerate(args)]
-        if kind == 'product' and self._acc and args[0].dtype is torch.float32:
-            run = partial(_summed, self._acc, self.chunk, func)
-        res = run(*args, **kwargs)
-        return self._rounded(func, args, kwargs, res) if kind in ('product', 'result', 'in-place') else res
+        if kind not in ('product', 'result', 'in-place'): return func(*args, **kwargs)
+        product = kind == 'product' or is_product(func, args)           # a bag with weights
+        if product and self.inputs:
+            kept = _kept(func)
+            args = [a if i in kept else self._grid(a) for i, a in enumerate(args)]
+        if product and self._acc and args[0].dtype is torch.float32:
+            res = _summed(self._acc, self.chunk, func, *args, **kwargs)
+        else: res = func(*args, **kwargs)
+        return self._rounded(func, args, kwargs, res)
 
     def _grid(self, x):
         if not (isinstance(x, Tensor) and x.dtype is torch.float32): return x
-        if x.is_nested: raise ValueError('A nested tensor cannot be rounded: pad it, with nested.to_padded_tensor(0.).')
+        if x.is_nested:
+            raise ValueError('A nested tensor cannot be rounded: '
+                             'pad it, with nested.to_padded_tensor(0.).')
         if x.layout is not torch.strided:
             raise ValueError('A sparse tensor cannot be rounded: make it dense, with to_dense(), '
                              'or with sparse=False in an embedding.')
         return self._q(x)
 
     def _rounded(self, func, args, kwargs, res):
-        summing = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()   # autograd adds gradients
-        for (_,name),t in zip(written_args(func), changed_args(func, args, kwargs)):
-            if name.startswith('out') or (name == 'self' and (self.inplace or summing)): t.copy_(self._grid(t))
-        if isinstance(res, Tensor): return self._grid(res) if _new(func)[0] else res
+        # autograd adds gradients in place
+        summing = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        for (_, name), t in zip(written_args(func), changed_args(func, args, kwargs)):
+            in_place = name == 'self' and (self.inplace or summing)
+            if in_place or name.startswith('out'): t.copy_(self._grid(t))
+        new = _new(func)
+        if isinstance(res, Tensor) and new[0]: return self._grid(res)
         if not isinstance(res, (tuple, list)): return res
-        new = _new(func) if len(_new(func)) > 1 else _new(func)*len(res)   # a list of tensors is one result
-        return type(res)(self._grid(r) if n else r for r,n in zip(res, new))
+        if len(new) == 1: new = new*len(res)            # a list of tensors is one result
+        return type(res)(self._grid(r) if n else r for r, n in zip(res, new))
 
-_SEALED = ('{0} computes a whole recurrent layer at once, and what happens inside cannot be rounded. Switch the fused '
-          'kernels off: with torch.backends.mkldnn.flags(enabled=False) on a CPU, with '
-          'torch.backends.cudnn.flags(enabled=False) on a GPU.')
+_SEALED = (
+    '{0} computes a whole recurrent layer at once, and what happens inside cannot be rounded. '
+    'Switch the fused kernels off: with torch.backends.mkldnn.flags(enabled=False) on a CPU, '
+    'with torch.backends.cudnn.flags(enabled=False) on a GPU.')
 
 # %% ../nbs/24_emulate.ipynb #722c4015
 #| code-fold: true
@@ -296,14 +346,15 @@ def _matrix_product(
     mm, # (a, b) -> a @ b
 )->Tensor:
     "One of aten's matrix products, `beta*c + alpha*(a @ b)`, with another `mm`"
-    c, a, b = (None, *args) if name in ('mm', 'bmm', 'mv', 'dot', 'vdot') else args[:3]
+    a, b = args[-2:]
     if name in ('mv', 'addmv'): res = mm(a, b[:, None])[:, 0]
     elif name in ('dot', 'vdot'): res = mm(a[None], b[:, None])[0, 0]
     elif name == 'addbmm': res = mm(a.transpose(0, 1).flatten(1), b.flatten(0, 1))
     else: res = mm(a, b)
-    if c is None: return res
-    beta, res = kwargs.get('beta', 1), res*kwargs.get('alpha', 1)
-    return res + beta*c if beta else res
+    if len(args) == 2: return res
+    res = res*kwargs.get('alpha', 1)
+    beta = kwargs.get('beta', 1)
+    return res + beta*args[0] if beta else res
 
 def _summed(
     rnd, # rounds the running sum
@@ -312,55 +363,65 @@ def _summed(
 ):  # what the op returns
     "The same product with a running sum of few bits"
     name = func._overloadpacket.__name__.rstrip('_')
-    mm = partial(chunked_matmul, rnd=rnd, chunk=chunk)
     if name == 'convolution': res = _chunked_conv(rnd, chunk, func, *args)
     elif name == 'convolution_backward': res = _chunked_conv_backward(rnd, chunk, func, *args)
-    elif name in _MATRIX_PRODUCTS: res = _matrix_product(name, args, kwargs, mm)
+    elif name in _MATRIX_PRODUCTS:
+        res = _matrix_product(name, args, kwargs, partial(chunked_matmul, rnd=rnd, chunk=chunk))
     else: raise NotImplementedError(_UNSUMMED.format(func))
     if not written_args(func): return res
     out, = changed_args(func, args, kwargs)
     if out.shape != res.shape: out.resize_(res.shape)
     return out.copy_(res)
 
-_UNSUMMED = ('`accumulate` cannot look into {0}: write it with @ or a convolution. Attention can be opened: run it '
-             'under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).')
-def _running(
-    rnd, # rounds the running sum
-    parts, # what is added up
-):  # their sum
-    "Add up, rounding as we go"
-    acc = 0
-    for p in parts: acc = rnd(acc + p)
-    return acc
+_UNSUMMED = (
+    '`accumulate` cannot look into {0}: write it with @ or a convolution. Attention can be opened: '
+    'run it under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).')
 
 def _cuts(
     channels:int, # how many there are
     chunk:int, # products in a piece
     kernel, # the kernel's sides
 )->list: # of slices
-    "Channels in pieces of about `chunk` products: `chunk // (kernel size)` channels, at least one"
+    "Channels in pieces of about `chunk` products: `chunk // (kernel size)`, at least one"
     width = max(1, chunk // prod(kernel))
     return [slice(i, i + width) for i in range(0, channels, width)]
 
-def _chunked_conv(rnd, chunk, func, x, w, bias, stride, padding, dilation, transposed, outpad, groups):
+def _chunked_conv(
+    rnd, chunk, func, x, w, bias, stride, padding, dilation, transposed, outpad, groups,
+):
     "aten.convolution, its running sum rounded: over the input's channels"
     conf = (None, stride, padding, dilation, transposed, outpad, 1)
-    def one(x, w):
-        cuts = _cuts(x.shape[1], chunk, w.shape[2:])
-        return _running(rnd, (func(x[:, s], w[s] if transposed else w[:, s], *conf) for s in cuts))
-    y = torch.cat([one(*xw) for xw in zip(x.chunk(groups, 1), w.chunk(groups, 0))], 1)
+    ys = []
+    for xg, wg in zip(x.chunk(groups, 1), w.chunk(groups, 0)):
+        y = 0
+        for s in _cuts(xg.shape[1], chunk, w.shape[2:]):
+            part = wg[s] if transposed else wg[:, s]
+            y = rnd(y + func(xg[:, s], part, *conf))
+        ys.append(y)
+    y = torch.cat(ys, 1)
     return y if bias is None else y + bias.view(-1, *[1]*(y.dim() - 2))
 
-def _chunked_conv_backward(rnd, chunk, func, g, x, w, _, stride, padding, dilation, transposed, outpad, groups, mask):
-    "aten.convolution_backward: over output channels for the input's gradient, over samples for the other two"
+def _chunked_conv_backward(
+    rnd, chunk, func, g, x, w, _, stride, padding, dilation, transposed, outpad, groups, mask,
+):
+    "aten.convolution_backward: sums over output channels for x, over samples for the other two"
     conf = (None, stride, padding, dilation, transposed, outpad, 1)
-    def gx(g, x, w):
-        cuts = _cuts(g.shape[1], chunk, w.shape[2:])
-        ws = [w[:, s] if transposed else w[s] for s in cuts]
-        return _running(rnd, (func(g[:, s], x, v, *conf, (True, False, False))[0] for s,v in zip(cuts, ws)))
-    def gw(g, x, w):
-        return _running(rnd, (func(g[i:i+1], x[i:i+1], w, *conf, (False, True, False))[1] for i in range(len(g))))
-    parts = list(zip(g.chunk(groups, 1), x.chunk(groups, 1), w.chunk(groups, 0)))
-    return (torch.cat([gx(*p) for p in parts], 1) if mask[0] else None,
-            torch.cat([gw(*p) for p in parts]) if mask[1] else None,
-            _running(rnd, (gi.flatten(1).sum(1) for gi in g)) if mask[2] else None)
+    def input_grad(g, x, w):
+        acc = 0
+        for s in _cuts(g.shape[1], chunk, w.shape[2:]):
+            part = w[:, s] if transposed else w[s]
+            acc = rnd(acc + func(g[:, s], x, part, *conf, (True, False, False))[0])
+        return acc
+    def weight_grad(g, x, w):
+        acc = 0
+        for gi, xi in zip(g.split(1), x.split(1)):
+            acc = rnd(acc + func(gi, xi, w, *conf, (False, True, False))[1])
+        return acc
+    parts = g.chunk(groups, 1), x.chunk(groups, 1), w.chunk(groups, 0)
+    gx = gw = gb = None
+    if mask[0]: gx = torch.cat(list(map(input_grad, *parts)), 1)
+    if mask[1]: gw = torch.cat(list(map(weight_grad, *parts)))
+    if mask[2]:
+        gb = 0
+        for gi in g: gb = rnd(gb + gi.flatten(1).sum(1))
+    return gx, gw, gb

@@ -18,7 +18,7 @@ def nvfp4_scale(
     amax:Tensor, # largest magnitude of each tile
     global_amax:Tensor, # largest magnitude of the whole matrix
     fmt, # a FloatFormat: E2M1
-    tiles:Tensor=None, # not used
+    tiles:Tensor|None=None, # not used
 )->Tensor: # like amax: what the tile is divided by
     "A scale in E4M3 for each tile, times one FP32 number that brings the largest of them to 448"
     e4m3 = get_format('e4m3')
@@ -35,12 +35,13 @@ def hadamard(
     return h/n**.5
 
 # %% ../nbs/28_fourbits.ipynb #18e979dc
-SIGNS = 1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1   # without them a constant would become one spike
+# without them a constant would become one spike
+SIGNS = 1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1
 
 def rotate16(
     x:Tensor, # (…, k)
 )->Tensor: # (…, k, filled up with zeros to a multiple of 16)
-    "Rotate each 16 numbers of a row; a product stays the same if both operands are rotated along its sum"
+    "Rotate each 16 numbers of a row; with both operands rotated along its sum a product is the same"
     x = F.pad(x, (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))
     h = hadamard(16).to(x)*torch.tensor(SIGNS).to(x)
     return (x @ h.T).flatten(-2)
@@ -48,12 +49,17 @@ def rotate16(
 # %% ../nbs/28_fourbits.ipynb #6352ad6c
 def _four(tile_w, scale, rounding='stochastic', tile=(1, 16), **more):
     "A recipe whose tiles are rows in x and g and `tile_w` in w; `rounding` is that of the gradient"
-    x, w = CastConfig('e2m1', tile, scale), CastConfig('e2m1', tile_w, scale)
+    x = CastConfig('e2m1', tile, scale)
+    w = CastConfig('e2m1', tile_w, scale)
     return Recipe(x, w, CastConfig('e2m1', tile, scale, rounding), **more)
 
 FP4_RECIPES = {
-    'nvfp4': _four((16, 16), nvfp4_scale, transform=rotate16,
-                   source='the casts of arXiv 2509.25149; smallest scale as in torchao'),
+    'nvfp4': _four(
+        (16, 16), nvfp4_scale, transform=rotate16,
+        source='the casts of arXiv 2509.25149; smallest scale as in torchao'),
     'nvfp4_plain': _four((1, 16), nvfp4_scale, 'nearest', source='the format alone'),
-    'mxfp4': _four((1, 32), e8m0_ceil, tile=(1, 32), source='OCP Microscaling 1.0, rounded up, stochastic gradients'),
-    'mxfp4_floor': _four((1, 32), e8m0_floor, 'nearest', tile=(1, 32), source='OCP Microscaling 1.0')}
+    'mxfp4': _four(
+        (1, 32), e8m0_ceil, tile=(1, 32),
+        source='OCP Microscaling 1.0, rounded up, stochastic gradients'),
+    'mxfp4_floor': _four(
+        (1, 32), e8m0_floor, 'nearest', tile=(1, 32), source='OCP Microscaling 1.0')}

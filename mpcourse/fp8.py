@@ -30,20 +30,20 @@ def no_scale(
     amax:Tensor, # largest magnitude of each tile
     global_amax:Tensor, # largest magnitude of the whole matrix, for scales of scales
     fmt, # a FloatFormat
-    tiles:Tensor=None, # the numbers themselves, for rules that need more than amax
+    tiles:Tensor|None=None, # the numbers themselves, for rules that need more than amax
 )->Tensor: # like amax: what the tile is divided by
     "The scale 1, which leaves the numbers as they are"
     return torch.ones_like(amax)
 
 def fp32_scale(
-    amax:Tensor, global_amax:Tensor, fmt, tiles:Tensor=None, # as for `no_scale`
+    amax:Tensor, global_amax:Tensor, fmt, tiles:Tensor|None=None, # as for `no_scale`
 )->Tensor: # like amax
     "The scale that brings the largest number of a tile to the format's largest"
     return amax/fmt.max
 
 # %% ../nbs/27_fp8.ipynb #019de24a
 def e8m0_ceil(
-    amax:Tensor, global_amax:Tensor, fmt, tiles:Tensor=None, # as for `no_scale`
+    amax:Tensor, global_amax:Tensor, fmt, tiles:Tensor|None=None, # as for `no_scale`
 )->Tensor: # like amax, powers of two
     "The smallest power of two with which nothing is cut: ⌈log2(amax/largest)⌉"
     mantissa, exponent = torch.frexp(amax/fmt.max)
@@ -51,9 +51,9 @@ def e8m0_ceil(
     return torch.ldexp(torch.ones_like(amax), exponent.clamp(e8m0.emin, e8m0.emax))
 
 def e8m0_floor(
-    amax:Tensor, global_amax:Tensor, fmt, tiles:Tensor=None, # as for `no_scale`
+    amax:Tensor, global_amax:Tensor, fmt, tiles:Tensor|None=None, # as for `no_scale`
 )->Tensor: # like amax, powers of two
-    "The OCP standard's power of two: its exponent is ⌊log2 amax⌋ less that of the format's largest number"
+    "The OCP standard's power of two: its exponent is ⌊log2 amax⌋ less that of the format's largest"
     exponent = torch.frexp(amax).exponent - 1 - fmt.emax
     return torch.ldexp(torch.ones_like(amax), exponent.clamp(e8m0.emin, e8m0.emax))
 
@@ -62,8 +62,8 @@ def e8m0_floor(
 class CastConfig:
     "How a tensor is cast to few bits. A tile with an infinity or a NaN becomes NaN"
     fmt: str = 'e4m3'           # of the entries
-    tile: tuple = None          # (rows, columns) that share a scale; columns None: whole rows; None: the whole tensor
-    scale: Callable = no_scale  # (amax of each tile, of the matrix, format, tiles) -> what to divide by
+    tile: tuple|None = None     # (rows, columns) with one scale; None: all of them
+    scale: Callable = no_scale  # (amax of each tile, of the matrix, format, tiles) -> divisor
     rounding: str = 'nearest'   # as for `quantize`
 
     @property
@@ -74,15 +74,18 @@ class CastConfig:
     def tiles(self, x):
         "x cut into tiles: (…, tiles, rows, tiles, columns), filled up with zeros"
         if self.tile is None: return x.reshape(1, 1, 1, -1)
-        rows, columns = self.tile[0], self.tile[1] or x.shape[-1]
+        rows, columns = self.tile
+        columns = columns or x.shape[-1]
         x = F.pad(x, (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
         return x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
 
     def parts(self, x):
         "Entries on the format's grid, and the scales that divided them, both in tiles"
-        fmt, t = get_format(self.fmt), self.tiles(x.detach().float())
+        fmt = get_format(self.fmt)
+        t = self.tiles(x.detach().float())
         amax = t.abs().amax((-3, -1), keepdim=True)
-        scale = self.scale(amax, amax.nan_to_num(0., 0.).amax((-4, -3, -2, -1), True), fmt, t)
+        global_amax = amax.nan_to_num(0., 0.).amax((-4, -3, -2, -1), True)
+        scale = self.scale(amax, global_amax, fmt, t)
         scale = torch.where((amax > 0) & (scale > 0), scale, 1.)        # a tile of zeros
         scale = scale.masked_fill(~amax.isfinite(), torch.nan)
         return quantize((t/scale).nan_to_num(), fmt, self.rounding), scale
@@ -101,19 +104,23 @@ class DelayedScale(nn.Module):
     _apply = LossScaler._apply      # keeps every dtype when a model becomes half
     def __init__(self,
         history:int=1024, # steps that are remembered
-        once:bool=True, # activation checkpointing, which computes a layer again in the backward pass, reuses its scale
+        once:bool=True, # activation checkpointing, which computes a layer again, reuses its scale
     ):
         super().__init__()
-        self.once, self.used = once, None
+        self.once = once
+        self.used = None
         self.register_buffer('history', torch.zeros(history))
 
     def forward(self, amax, global_amax, fmt, tiles=None):
-        "As `fp32_scale`, from past entries; in training the present one is remembered, unless it is 0, infinite or NaN"
+        """As `fp32_scale`, from past entries
+
+        In training the present one is remembered, unless it is 0, infinite or NaN."""
         if self.once and torch._C._current_graph_task_id() != -1: return self.used
         largest = self.history.max()
         self.used = torch.where(largest > 0, largest/fmt.max, 1.)
         later = torch.cat([self.history[1:], global_amax.max()[None]])
-        if self.training: self.history.copy_(torch.where(global_amax.max() > 0, later, self.history))
+        later = torch.where(global_amax.max() > 0, later, self.history)
+        if self.training: self.history.copy_(later)
         return self.used
 
 # %% ../nbs/27_fp8.ipynb #7fb48505
@@ -122,7 +129,9 @@ def reduce_amax(
     model:nn.Module, # out of `simulate_fp8`, also in DDP
     group=None, # of processes; None: DDP's own, or all of them
 ):
-    "Give every rank the largest entries of all ranks, after the backward pass; in one process nothing happens"
+    """Give every rank the largest entries of all ranks, after the backward pass
+
+    In one process nothing happens."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()): return
     group = group or getattr(model, 'process_group', None)
     for m in model.modules():
@@ -136,34 +145,41 @@ class Recipe:
     x: CastConfig = CastConfig()            # the input
     w: CastConfig = CastConfig()            # the weight
     g: CastConfig = CastConfig('e5m2')      # the gradient of the output
-    history: int = 0            # steps that delayed scales remember; 0: every scale is the tensor's own
-    transform: Callable = None  # for both operands of the weight's gradient, along its sum (chapter 28)
+    history: int = 0            # steps that delayed scales remember; 0: scales of the tensor itself
+    transform: Callable|None = None     # of both operands of the weight's gradient (chapter 28)
     source: str = ''            # the program and version that the numbers are from
 
 # %% ../nbs/27_fp8.ipynb #605b017a
 def _alike(source, g='e4m3', history=0, **how):
     "A recipe that casts all three operands in the same way, apart from the gradient's format"
-    return Recipe(CastConfig(**how), CastConfig(**how), CastConfig(g, **how), history, source=source)
+    cast = CastConfig(**how)
+    return Recipe(cast, cast, CastConfig(g, **how), history, source=source)
 
 RECIPES = {
     'none': Recipe(source='Micikevicius et al. 2022, without scales'),
     'tensorwise': _alike('torchao 0.18, tensorwise', 'e5m2', scale=fp32_scale),
     'rowwise': _alike('torchao 0.18, rowwise', tile=(1, None), scale=e8m0_ceil),
     'current': _alike('TransformerEngine 2.8, Float8CurrentScaling', 'e5m2', scale=fp32_scale),
-    'delayed': _alike('TransformerEngine 2.8, DelayedScaling', 'e5m2', history=1024, scale=fp32_scale),
-    'block': Recipe(CastConfig(tile=(1, 128), scale=e8m0_ceil), CastConfig(tile=(128, 128), scale=e8m0_ceil),
-                    CastConfig(tile=(1, 128), scale=e8m0_ceil), source='TransformerEngine 2.8, Float8BlockScaling'),
-    'deepseek': Recipe(CastConfig(tile=(1, 128), scale=fp32_scale), CastConfig(tile=(128, 128), scale=fp32_scale),
-                       CastConfig(tile=(1, 128), scale=fp32_scale), source='DeepSeek-V3, arXiv 2412.19437'),
+    'delayed': _alike('TransformerEngine 2.8, DelayedScaling', 'e5m2', 1024, scale=fp32_scale),
+    'block': Recipe(
+        CastConfig(tile=(1, 128), scale=e8m0_ceil), CastConfig(tile=(128, 128), scale=e8m0_ceil),
+        CastConfig(tile=(1, 128), scale=e8m0_ceil),
+        source='TransformerEngine 2.8, Float8BlockScaling'),
+    'deepseek': Recipe(
+        CastConfig(tile=(1, 128), scale=fp32_scale), CastConfig(tile=(128, 128), scale=fp32_scale),
+        CastConfig(tile=(1, 128), scale=fp32_scale), source='DeepSeek-V3, arXiv 2412.19437'),
     'mx': _alike('TransformerEngine 2.8, MXFP8BlockScaling', tile=(1, 32), scale=e8m0_ceil),
     'mx_floor': _alike('OCP Microscaling 1.0', tile=(1, 32), scale=e8m0_floor)}
 
 # %% ../nbs/27_fp8.ipynb #16fa3626
+def _same(t): return t
+
 class _Product(torch.autograd.Function):
     "a @ b; each of the three products casts its operands in tiles along its sum"
     @staticmethod
     def forward(ctx, a, b, r):
-        a8, b8 = r.x(a), r.w(b.mT).mT
+        a8 = r.x(a)
+        b8 = r.w(b.mT).mT
         ctx.reuse = r.x.symmetric and r.transform is None
         ctx.save_for_backward(a8 if ctx.reuse else a, b8 if r.w.symmetric else b)
         ctx.r = r
@@ -172,16 +188,22 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        (a, b), r, turn = ctx.saved_tensors, ctx.r, ctx.r.transform or (lambda t: t)
-        g8, b8 = r.g(g), b if r.w.symmetric else r.w(b)
+        a, b = ctx.saved_tensors
+        r = ctx.r
+        turn = r.transform or _same
+        g8 = r.g(g)
+        b8 = b if r.w.symmetric else r.w(b)
         at = a.mT if ctx.reuse else r.x(turn(a.mT))
         gt = g8.mT if r.g.symmetric and r.transform is None else r.g(turn(g.mT))
-        return (g8 @ b8.mT).sum_to_size(a.shape), (at @ gt.mT).sum_to_size(b.shape), None
+        ga = (g8 @ b8.mT).sum_to_size(a.shape)
+        gb = (at @ gt.mT).sum_to_size(b.shape)
+        return ga, gb, None
 
 # %% ../nbs/27_fp8.ipynb #cb33700c
 def _computed(product, a, b):
     "A product in FP32, its result in the dtype that torch's own would have"
-    kind, dtype = a.device.type, torch.result_type(a, b)
+    kind = a.device.type
+    dtype = torch.result_type(a, b)
     if torch.is_autocast_enabled(kind): dtype = torch.get_autocast_dtype(kind)
     with torch.autocast(kind, enabled=False): return product(a.float(), b.float()).to(dtype)
 
@@ -191,17 +213,18 @@ def fp8_matmul(
     recipe:Recipe=Recipe(), # how operands are cast
 )->Tensor: # like a @ b
     "a @ b with operands in few bits, forward and backward"
-    if a.dim() == 1: return fp8_matmul(a[None], b, recipe).squeeze(-2 if b.dim() > 1 else 0)
     if b.dim() == 1: return fp8_matmul(a, b[:, None], recipe).squeeze(-1)
-    rows = a if b.dim() > 2 else a.flatten(0, -2)     # of all batches: they lie in one sum
-    y = _computed(lambda a, b: _Product.apply(a, b, recipe), rows, b)
-    return y if b.dim() > 2 else y.view(*a.shape[:-1], y.shape[-1])
+    if a.dim() == 1: return fp8_matmul(a[None], b, recipe).squeeze(-2)
+    def product(a, b): return _Product.apply(a, b, recipe)
+    if b.dim() > 2: return _computed(product, a, b)
+    y = _computed(product, a.flatten(0, -2), b)         # the rows of all batches lie in one sum
+    return y.view(*a.shape[:-1], y.shape[-1])
 
 # %% ../nbs/27_fp8.ipynb #71f75719
 def fp8_linear(
     input:Tensor, # (…, fan_in)
     weight:Tensor, # (fan_out, fan_in)
-    bias:Tensor=None, # (fan_out,), added in higher precision
+    bias:Tensor|None=None, # (fan_out,), added in higher precision
     recipe:Recipe=Recipe(), # how operands are cast
 )->Tensor: # (…, fan_out)
     "input @ weight.T + bias, the product with operands in few bits"
@@ -210,8 +233,6 @@ def fp8_linear(
 
 # %% ../nbs/27_fp8.ipynb #ffb21aeb
 #| code-fold: true
-def _same(t): return t
-
 class _Casts(torch.autograd.Function):
     "One cast for a tensor, and one for its gradient"
     @staticmethod
@@ -226,7 +247,8 @@ class _Casts(torch.autograd.Function):
 def _convolution(op, input, weight, bias=None, *args, recipe, **kwargs):
     "A convolution, for recipes with one scale a tensor"
     def product(x, w):
-        x8, w8 = _Casts.apply(x, recipe.x, _same), _Casts.apply(w, recipe.w, _same)
+        x8 = _Casts.apply(x, recipe.x, _same)
+        w8 = _Casts.apply(w, recipe.w, _same)
         return _Casts.apply(op(x8, w8, None, *args, **kwargs), _same, recipe.g)
     y = _computed(product, input, weight)
     return y if bias is None else y + bias.to(y.dtype).view(-1, *[1]*(weight.dim() - 2))
@@ -237,16 +259,21 @@ def _share_scale(amax, global_amax, fmt, tiles):
 
 def fp8_attention(
     q:Tensor, k:Tensor, v:Tensor, # as for `F.scaled_dot_product_attention`
-    attn_mask:Tensor=None, dropout_p:float=0., is_causal:bool=False, scale:float=None, enable_gqa:bool=False, # likewise
+    attn_mask:Tensor|None=None, dropout_p:float=0., is_causal:bool=False, # likewise
+    scale:float|None=None, enable_gqa:bool=False, # likewise
     recipe:Recipe=Recipe(), # how operands are cast
 )->Tensor: # (…, queries, features)
     "Attention with both of its products in few bits"
-    if enable_gqa: k, v = [t.repeat_interleave(q.shape[-3]//t.shape[-3], -3) for t in (k, v)]
-    scores = fp8_matmul(q, k.mT, recipe)*(q.shape[-1]**-.5 if scale is None else scale)
-    if is_causal: attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if enable_gqa:
+        k = k.repeat_interleave(q.shape[-3]//k.shape[-3], -3)
+        v = v.repeat_interleave(q.shape[-3]//v.shape[-3], -3)
+    if scale is None: scale = q.shape[-1]**-.5
+    scores = fp8_matmul(q, k.mT, recipe)*scale
+    if is_causal: attn_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
     if attn_mask is not None:
-        scores = scores + attn_mask if attn_mask.is_floating_point() else scores.masked_fill(~attn_mask, -torch.inf)
-    blind = (scores == -torch.inf).all(-1, keepdim=True)        # a query that sees nothing gets zeros, as torch's does
+        if attn_mask.is_floating_point(): scores = scores + attn_mask
+        else: scores = scores.masked_fill(~attn_mask, -torch.inf)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)    # sees nothing, gets zeros, as torch's
     share = scores.masked_fill(blind, 0.).softmax(-1).masked_fill(blind, 0.)
     if recipe.x.scale is no_scale: recipe = replace(recipe, x=replace(recipe.x, scale=_share_scale))
     return fp8_matmul(F.dropout(share, dropout_p), v, recipe)
@@ -258,53 +285,69 @@ def _addmm(c, a, b, recipe): return c + fp8_matmul(a, b, recipe)
 def _grouped_mm(a, b, offs=None, *, recipe, **_):
     "Rows in groups, each with another matrix, as for the experts of a mixture"
     if offs is None: return fp8_matmul(a, b, recipe)
-    *groups, rest = a.tensor_split(offs.tolist())       # rows behind the last group belong to nobody
+    *groups, rest = a.tensor_split(offs.tolist())     # rest: rows behind the last group
     ys = [fp8_matmul(rows, w, recipe) for rows, w in zip(groups, b)]
     return torch.cat([*ys, rest.new_zeros(len(rest), b.shape[-1])])
 
 _PLAIN = dict.fromkeys(('matmul', 'mm', 'bmm', '__matmul__'), fp8_matmul) | dict(addmm=_addmm)
-_CONVOLUTIONS = {f'conv{t}{n}d': partial(_convolution, getattr(F, f'conv{t}{n}d'))
-                 for t in ('', '_transpose') for n in (1, 2, 3)}
-_CALLS = _PLAIN | _CONVOLUTIONS | dict(linear=fp8_linear, _grouped_mm=_grouped_mm,
-                                       scaled_dot_product_attention=fp8_attention)
+_CONVOLUTIONS = {
+    f.__name__: partial(_convolution, f) for f in
+    (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)}
+_CALLS = _PLAIN | _CONVOLUTIONS | dict(
+    linear=fp8_linear, _grouped_mm=_grouped_mm, scaled_dot_product_attention=fp8_attention)
 
 # %% ../nbs/27_fp8.ipynb #27mha001
 #| code-fold: true
 def _hidden(attn_mask, key_padding_mask, q):
     "Both masks of torch's attention layer as one that is added to the scores; True hides"
-    masks = [m for m in (attn_mask, key_padding_mask) if m is not None]
-    if not masks: return None
+    if attn_mask is None and key_padding_mask is None: return None
     batched = q.dim() == 4
     if batched and attn_mask is not None and attn_mask.dim() == 3:
-        masks[0] = attn_mask.unflatten(0, (len(q), -1))
-    if batched and key_padding_mask is not None: masks[-1] = key_padding_mask[:, None, None]
-    def added(m): return m if m.is_floating_point() else q.new_zeros(m.shape).masked_fill(m, -torch.inf)
-    return sum(map(added, masks))
+        attn_mask = attn_mask.unflatten(0, (len(q), -1))
+    if batched and key_padding_mask is not None: key_padding_mask = key_padding_mask[:, None, None]
+    hidden = 0
+    for mask in (attn_mask, key_padding_mask):
+        if mask is None: continue
+        if not mask.is_floating_point():
+            mask = q.new_zeros(mask.shape).masked_fill(mask, -torch.inf)
+        hidden = hidden + mask
+    return hidden
 
-def _multi_head(query, key, value, dim, heads, weight, bias, bias_k, bias_v, add_zero_attn, dropout_p, out_weight,
-                out_bias, training=True, key_padding_mask=None, need_weights=True, attn_mask=None,
-                use_separate_proj_weight=False, q_proj_weight=None, k_proj_weight=None, v_proj_weight=None,
-                static_k=None, static_v=None, average_attn_weights=True, is_causal=False):
-    "`F.multi_head_attention_forward`, which hands itself to a mode in one piece, as functions that a mode sees"
-    if add_zero_attn or any(t is not None for t in (bias_k, static_k, static_v)): raise ValueError(
-        'Attention with add_bias_kv, add_zero_attn or static_k is not converted to few bits: name its module in keep=.')
-    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else weight.chunk(3)
+def _multi_head(
+    query, key, value, dim, heads, weight, bias, bias_k, bias_v, add_zero_attn, dropout_p,
+    out_weight, out_bias, training=True, key_padding_mask=None, need_weights=True, attn_mask=None,
+    use_separate_proj_weight=False, q_proj_weight=None, k_proj_weight=None, v_proj_weight=None,
+    static_k=None, static_v=None, average_attn_weights=True, is_causal=False,
+):
+    "`F.multi_head_attention_forward` in functions that a mode sees; itself it is seen in one piece"
+    if add_zero_attn or bias_k is not None or static_k is not None or static_v is not None:
+        raise ValueError('Attention with add_bias_kv, add_zero_attn or static_k is not converted '
+                         'to few bits: name its module in keep=.')
+    weights = q_proj_weight, k_proj_weight, v_proj_weight
+    if not use_separate_proj_weight: weights = weight.chunk(3)
     biases = (None, None, None) if bias is None else bias.chunk(3)
-    projected = [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases)]
-    q, k, v = [t.unflatten(-1, (heads, -1)).movedim(0, -2) for t in projected]
-    mask, p, share = _hidden(attn_mask, key_padding_mask, q), dropout_p*training, None
+    projected = []
+    for x, w, b in zip((query, key, value), weights, biases):
+        projected.append(F.linear(x, w, b).unflatten(-1, (heads, -1)).movedim(0, -2))
+    q, k, v = projected
+    mask = _hidden(attn_mask, key_padding_mask, q)
+    dropout_p = dropout_p*training
     if need_weights:
         scores = q @ k.mT*q.shape[-1]**-.5
-        share = F.dropout((scores if mask is None else scores + mask).softmax(-1), p)
+        if mask is not None: scores = scores + mask
+        share = F.dropout(scores.softmax(-1), dropout_p)
         y = share @ v
         if average_attn_weights: share = share.mean(-3)
-    else: y = F.scaled_dot_product_attention(q, k, v, mask, p)
+    else:
+        share = None
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
     return F.linear(y.movedim(-2, 0).flatten(-2), out_weight, out_bias), share
 
 # %% ../nbs/27_fp8.ipynb #94e7a86e
 def _place(t):
     "Where a tensor's numbers lie: a view of a weight lies where the weight does"
-    return t.untyped_storage().data_ptr() if isinstance(t, Tensor) and t.layout is torch.strided else None
+    if not isinstance(t, Tensor) or t.layout is not torch.strided: return None
+    return t.untyped_storage().data_ptr()
 
 class _Products(torch.overrides.TorchFunctionMode):
     "Inside, the functions in `_CALLS` take their operands in few bits"
@@ -333,26 +376,32 @@ class _Products(torch.overrides.TorchFunctionMode):
 
     def fits(self, name, args, kwargs):
         "Does the converted function accept this call?"
-        r, xs = self.recipe, [a for a in args if isinstance(a, Tensor)]
-        if name in _CONVOLUTIONS: known = r.x.symmetric and r.w.symmetric      # no tiles
-        elif name in _PLAIN: known = not kwargs                 # operands or `out=` given by name
-        elif name == '_grouped_mm':
-            more = [v for k, v in kwargs.items() if k != 'offs' and v is not None]
-            known = len(args) in (2, 3) and args[1].dim() == 3 and not more
-        else: known = True
-        return known and xs and xs[0].is_floating_point() and all(x.layout is torch.strided for x in xs)
+        if name in _CONVOLUTIONS and not (self.recipe.x.symmetric and self.recipe.w.symmetric):
+            return False                                    # no tiles
+        if name in _PLAIN and kwargs: return False          # operands or `out=` given by name
+        if name == '_grouped_mm':
+            options = [v for k, v in kwargs.items() if k != 'offs' and v is not None]
+            if len(args) not in (2, 3) or args[1].dim() != 3 or options: return False
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        strided = all(t.layout is torch.strided for t in tensors)
+        return tensors and tensors[0].is_floating_point() and strided
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        name, kwargs, r = getattr(func, '__name__', None), kwargs or {}, self.recipe
+        name = getattr(func, '__name__', None)
+        kwargs = kwargs or {}
+        r = self.recipe
         if r and func is F.multi_head_attention_forward:
             with self: return _multi_head(*args, **kwargs)
         if r and self.stays(name, args):
             with self.at(self.name, None): return func(*args, **kwargs)
-        if not (r and name in _CALLS and self.fits(name, args, kwargs)): return func(*args, **kwargs)
-        with self.at(self.name, None): return _CALLS[name](*args, recipe=r, **kwargs)
+        if r and name in _CALLS and self.fits(name, args, kwargs):
+            with self.at(self.name, None): return _CALLS[name](*args, recipe=r, **kwargs)
+        return func(*args, **kwargs)
 
-_REFUSAL = ('Module {!r} computes {}, which is not converted to few bits: write it with linear, matmul, a convolution '
-            '(one scale a tensor) or scaled_dot_product_attention, or name the module in keep=.')
+_REFUSAL = (
+    'Module {!r} computes {}, which is not converted to few bits: write it with linear, matmul, '
+    'a convolution (one scale a tensor) or scaled_dot_product_attention, or name the module in '
+    'keep=.')
 
 class _Watch(TorchDispatchMode):
     "Raises an error at a product that was not converted"
@@ -368,12 +417,14 @@ class _Watch(TorchDispatchMode):
         return product and (self.mode.attention or not self.mode.computed(xs))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, forward = kwargs or {}, torch._C._current_graph_task_id() == -1
+        kwargs = kwargs or {}
+        forward = torch._C._current_graph_task_id() == -1
         if not (forward and self.mode.recipe): return func(*args, **kwargs)
-        opened = is_composite(func) and func not in WHOLE_LAYERS     # in inference mode
-        if opened: return decompose(self, func, args, kwargs)
+        if is_composite(func) and func not in WHOLE_LAYERS:     # in inference mode
+            return decompose(self, func, args, kwargs)
         if self.multiplies(func, args):
-            raise ValueError(_REFUSAL.format(self.mode.name or 'the model itself', func._overloadpacket.__name__))
+            name = self.mode.name or 'the model itself'
+            raise ValueError(_REFUSAL.format(name, func._overloadpacket.__name__))
         return func(*args, **kwargs)
 
 def _inside(mode, module, name, recipe, forward, *args, **kwargs):
@@ -391,35 +442,56 @@ _SEALED = nn.RNNBase, nn.RNNCellBase, nn.Bilinear  # products that no mode sees
 def _in_whole(name, patterns):
     "Does a pattern match the module, or one that it is a part of?"
     parts = name.split('.')
-    wholes = ['.'.join(parts[:i]) for i in range(len(parts) + 1)]
-    return any(fnmatch(w, p) for w in wholes for p in patterns)
+    for i in range(len(parts) + 1):
+        whole = '.'.join(parts[:i])
+        if any(fnmatch(whole, p) for p in patterns): return True
+    return False
+
+def _delayed(module, recipe):
+    "A recipe like this one whose scales are delayed, and kept in the module"
+    module.fp8_casts = nn.ModuleDict()
+    casts = {}
+    for k in ('x', 'w', 'g'):
+        module.fp8_casts[k] = DelayedScale(recipe.history, once=k != 'g')
+        casts[k] = CastConfig(getattr(recipe, k).fmt, scale=module.fp8_casts[k])
+    return replace(recipe, **casts)
+
+def _get_recipe(recipe):
+    "A recipe itself, or by its name"
+    if isinstance(recipe, Recipe): return recipe
+    if recipe in RECIPES: return RECIPES[recipe]
+    raise ValueError(f'There is no recipe {recipe!r}: take one of {", ".join(RECIPES)}, '
+                     'or make a Recipe.')
 
 def simulate_fp8(
     model:nn.Module, # any; it is not changed
     recipe=Recipe(), # a Recipe, or a name in `RECIPES`
-    keep=(), # patterns of names: these modules and their parts stay as they are, say 'head' or 'blocks.0.*'
-    filter:Callable=None, # (module, name) -> bool: convert what this module itself computes? None: in all modules
-    attention:bool=True, # False: attention's two products, and others without a weight, stay as they are
-)->nn.Module: # a copy with the same parameters; `.not_converted` names its modules that stay in FP32
-    "Convert every linear layer, attention, convolution and product of a model to few bits, or raise a ValueError"
+    keep=(), # patterns of names: these modules and their parts stay, say 'head' or 'blocks.0.*'
+    filter:Callable|None=None, # (module, name) -> bool: convert what it computes? None: all do
+    attention:bool=True, # False: attention's two products, and others without a weight, stay
+)->nn.Module: # a copy with the same parameters; `.not_converted` names modules that stay in FP32
+    """Convert every linear layer, attention, convolution and product of a model to few bits
+
+    ValueError for a module that cannot be converted."""
     validate_not_scripted(model)
-    if not isinstance(recipe, Recipe) and recipe not in RECIPES:
-        raise ValueError(f'There is no recipe {recipe!r}: take one of {", ".join(RECIPES)}, or make a Recipe.')
-    recipe = recipe if isinstance(recipe, Recipe) else RECIPES[recipe]
-    names, keep = [n for n, _ in model.named_modules()], [keep] if isinstance(keep, str) else [*keep]
+    recipe = _get_recipe(recipe)
+    keep = [keep] if isinstance(keep, str) else list(keep)
+    names = list(dict(model.named_modules()))
     for p in keep:
-        if not any(fnmatch(n, p) for n in names): raise ValueError(f'keep={p!r} matches no module: there are {names}.')
-    model, mode = deepcopy(model), _Products(attention)
+        if not any(fnmatch(n, p) for n in names):
+            raise ValueError(f'keep={p!r} matches no module: there are {names}.')
+    model = deepcopy(model)
+    mode = _Products(attention)
     model.not_converted = {}
-    for name, m in [*model.named_modules()]:
+    for name, m in list(model.named_modules()):
         stays = _in_whole(name, keep) or not (filter is None or filter(m, name))
         if isinstance(m, _SEALED) and not stays:
-            raise ValueError(_REFUSAL.format(name or 'the model itself', f'a {type(m).__name__} in one piece'))
-        left = stays and [*m.parameters(recurse=False)] or isinstance(m, _LOOKUPS)
+            what = f'a {type(m).__name__} in one piece'
+            raise ValueError(_REFUSAL.format(name or 'the model itself', what))
+        weights = list(m.parameters(recurse=False))
+        left = isinstance(m, _LOOKUPS) or (stays and weights)
         if left: model.not_converted[name] = type(m).__name__
         own = None if stays else recipe
-        if own and recipe.history and isinstance(m, _LAYERS):
-            m.fp8_casts = nn.ModuleDict({k: DelayedScale(recipe.history, once=k != 'g') for k in 'xwg'})
-            own = replace(recipe, **{k: CastConfig(getattr(recipe, k).fmt, scale=m.fp8_casts[k]) for k in 'xwg'})
+        if own and recipe.history and isinstance(m, _LAYERS): own = _delayed(m, recipe)
         m.forward = update_wrapper(partial(_inside, mode, m, name, own, m.forward), m.forward)
     return model

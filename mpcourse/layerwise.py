@@ -7,7 +7,7 @@ __all__ = ['U_MIN', 'U_MAX', 'SCALED', 'fan_out_terms', 'layer_factor', 'common_
            'LayerwiseScaler']
 
 # %% ../nbs/20_layerwise.ipynb #0f2f3934
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, namedtuple
 from functools import partial
 from math import inf, prod, sqrt
 
@@ -37,7 +37,9 @@ def layer_factor(
     share:float=1e-3, # allowed to underflow: T in the paper
     cap:float=2.**10, # no factor is larger
 )->Tensor: # powers of two
-    "The factor of Zhao et al. 2019: as small as the share allows, at least 1, never so large as to overflow"
+    """The factor of Zhao et al. 2019: as small as the share allows, and at least 1
+
+    Below 1 only where the largest gradient would overflow otherwise."""
     least = U_MIN/(sqrt(2)*torch.tensor(share, dtype=torch.float64).erfinv().item())
     want = (least/sigma).clamp(1, cap).minimum(U_MAX/top)
     return torch.ldexp(torch.ones_like(want), want.frexp().exponent - 1)
@@ -55,13 +57,15 @@ def topological_order(
     roots:list, # nodes: the `grad_fn` of losses
 )->list: # of nodes
     "The nodes of autograd's graph, each after all nodes that hand gradients to it"
-    after, stack = {}, list(roots)
+    after = {}
+    stack = list(roots)
     while stack:
         node = stack.pop()
         if node in after: continue
         after[node] = [n for n, _ in node.next_functions if n is not None]
         stack += after[node]
-    waits = Counter(n for nodes in after.values() for n in nodes)
+    waits = Counter()
+    for nodes in after.values(): waits.update(nodes)
     ready = [n for n in after if not waits[n]]
     for node in ready:
         for n in after[node]:
@@ -72,26 +76,36 @@ def topological_order(
 # %% ../nbs/20_layerwise.ipynb #590db03e
 def _times(factors, grads, *_):
     "Multiply the gradients that a node hands on"
-    return tuple(g if g is None else g*factors.get(i, 1.) for i, g in enumerate(grads))
+    grads = list(grads)
+    for i, factor in factors.items():
+        if grads[i] is not None: grads[i] = grads[i]*factor
+    return tuple(grads)
 
 class LayerwiseWatch:
     "Gives each layer's gradient its scale in a backward pass, and counts what the rule needs"
     def __init__(self, scaler, model):
+        self.scaler = scaler
+        self.active = True
+        self.layers, self.hooks = [], []
+        self.owners = {}        # parameter: the number of its layer
+        self.names = {}         # parameter: its name
+        for n, p in model.named_parameters(): self.names[p] = n
         modules = dict(model.named_modules())
-        gone = [n for n in scaler.layers if not isinstance(modules.get(n), SCALED)]
-        if gone: raise ValueError(f'{gone[0]} is not a linear or convolutional layer of this '
-                                  f'{type(model).__name__}: take LayerwiseScaler(model).')
-        self.scaler, self.layers, self.active = scaler, [modules[n] for n in scaler.layers], True
-        self.names = {p: n for n, p in model.named_parameters()}
-        self.hooks, self.owners = [], {}
+        for i, n in enumerate(scaler.layers):
+            m = modules.get(n)
+            if not isinstance(m, SCALED):
+                raise ValueError(f'{n} is not a linear or convolutional layer of this '
+                                 f'{type(model).__name__}: take LayerwiseScaler(model).')
+            self.layers.append(m)
+            for p in m.parameters(recurse=False): self.owners.setdefault(p, i)
         for i, m in enumerate(self.layers):
             self.hooks.append(m.register_forward_hook(OwnedHook(self, 'mark', i)))
-            for p in m.parameters(recurse=False): self.owners.setdefault(p, i)
         self.reset()
 
     def reset(self):
         "Forget what was counted, since a step begins"
-        self.sums, self.carried = {}, {}
+        self.sums = {}
+        self.carried = {}       # name of a parameter: the factor in its gradient
 
     def mark(self, i, module, args, out):
         "Remember, on the node itself, that it belongs to a layer"
@@ -103,35 +117,43 @@ class LayerwiseWatch:
         self.active = False
 
 # %% ../nbs/20_layerwise.ipynb #d7ce7e58
+# a gradient that arrives at a node: from which node and slot, its scale, the largest safe scale
+_Arrival = namedtuple('_Arrival', 'source slot scale bound')
+
 @patch
 def plan(self:LayerwiseWatch,
     roots:list, # nodes: the `grad_fn` of losses
 ):
     "Before a backward pass: the scale of each gradient, and a hook wherever it changes"
-    scaler, n = self.scaler, len(self.layers)
-    numbers = torch.cat([scaler.factors, scaler.bounds, scaler.phase.float().view(1)]).tolist()
-    self.factors, self.bounds = numbers[:n], numbers[n:-1]
+    n = len(self.layers)
+    phase = self.scaler.phase.float().view(1)
+    numbers = torch.cat([self.scaler.factors, self.scaler.bounds, phase]).tolist()
+    self.factors = numbers[:n]
+    self.bounds = numbers[n:-1]
     self.counting = numbers[-1] == 0 or 0 in self.factors
     arriving, changes = defaultdict(list), defaultdict(dict)
     for node in topological_order(roots):
-        arrived = arriving.pop(node, [(None, 0, 1., inf)])
+        arrived = arriving.pop(node, [_Arrival(None, 0, 1., inf)])
         carried, bound = self.joined(node, arrived)
         for source, slot, old, _ in arrived:
             if old != carried: changes[source][slot] = carried/old
         carried, bound = self.handed_on(node, carried, bound)
-        for slot, (n, _) in enumerate(node.next_functions):
-            if n is not None: arriving[n].append((node, slot, carried, bound))
+        for slot, (following, _) in enumerate(node.next_functions):
+            if following is None: continue
+            arriving[following].append(_Arrival(node, slot, carried, bound))
     for node, factors in changes.items(): node.register_hook(partial(_times, factors))
 
 @patch
 def joined(self:LayerwiseWatch,
     node, # of autograd's graph
-    arrived:list, # (source, slot, scale, bound) of each gradient that arrives there
+    arrived:list, # an `_Arrival` for each gradient that arrives there
 )->tuple: # scale of their sum, bound
     "The scale that gradients carry where they are added; at a parameter, that of its layer"
-    bound, p = min(b for *_, b in arrived), getattr(node, 'variable', None)
-    if p is None: return common_scale([scale for *_, scale, _ in arrived], bound), bound
-    carried = self.factors[self.owners[p]] or 1. if p in self.owners else 1.
+    bound = min(a.bound for a in arrived)
+    p = getattr(node, 'variable', None)
+    if p is None: return common_scale([a.scale for a in arrived], bound), bound
+    carried = 1.
+    if p in self.owners: carried = self.factors[self.owners[p]] or 1.       # 0: not known
     if p in self.names: self.carried[self.names[p]] = carried
     return carried, bound
 
@@ -143,9 +165,11 @@ def handed_on(self:LayerwiseWatch,
 )->tuple: # scale and bound of what it hands on
     "At a layer the scale becomes the layer's; any other node passes it through"
     if self not in node.metadata: return carried, bound
-    i, node.metadata[self] = node.metadata[self], None
-    if i is None: raise ValueError(
-        'This graph was scaled already, and a graph is scaled once: scale all its losses in one call.')
+    i = node.metadata[self]
+    node.metadata[self] = None
+    if i is None:
+        raise ValueError('This graph was scaled already, and a graph is scaled once: '
+                         'scale all its losses in one call.')
     new = self.factors[i] or carried
     if self.counting or new != carried:
         node.register_prehook(partial(self.scale, i, new, new/carried, self.counting))
@@ -173,31 +197,40 @@ def count(self:LayerwiseWatch,
     g:Tensor, # the gradient
 ):
     "Add up the squares of gradient times weight, and keep the largest"
-    layer, kept = self.layers[i], BufferSnapshot(self.layers[i])
-    kept.save()                                              # reading a parametrized weight changes them
-    w, k = layer.weight.detach(), fan_out_terms(layer)
+    layer = self.layers[i]
+    kept = BufferSnapshot(layer)
+    kept.save()                                 # reading a parametrized weight changes buffers
+    w = layer.weight.detach()
+    k = fan_out_terms(layer)
     kept.restore(torch.ones(()))
-    n, s, norm = self.scaler.layers[i], self.sums, torch.linalg.vector_norm
-    s['numel', n] = s.get(('numel', n), 0.) + g.numel()
-    if not g.numel()*w.numel(): return                       # an expert without tokens
+    name = self.scaler.layers[i]
+    sums = self.sums
+    sums['numel', name] = sums.get(('numel', name), 0.) + g.numel()
+    if not g.numel()*w.numel(): return          # an expert without tokens
+    norm = torch.linalg.vector_norm
     squares = norm(g, dtype=torch.float32).square()*w.float().square().mean()*k/2
     peak = norm(g, inf, dtype=torch.float32)*w.abs().amax()*k
-    s['squares', n] = s.get(('squares', n), 0.) + squares
-    s['amax', 'peak', n] = peak.maximum(s.get(('amax', 'peak', n), torch.zeros_like(peak)))
-    s['amax', 'carried', n] = carried
+    sums['squares', name] = sums.get(('squares', name), 0.) + squares
+    before = sums.get(('amax', 'peak', name), torch.zeros_like(peak))
+    sums['amax', 'peak', name] = peak.maximum(before)
+    sums['amax', 'carried', name] = carried
 
 @patch
 def read(self:LayerwiseWatch)->dict: # {name: 0-dim tensor}; nothing where no step was looked at
     "What was counted since `reset`; the same names on every rank"
-    kinds, home = (('squares',), ('numel',), ('amax', 'peak'), ('amax', 'carried')), self.scaler.scale
-    names = [(*kind, n) for kind in kinds for n in self.scaler.layers] if self.sums else []
-    return {n: torch.as_tensor(self.sums.get(n, 0.)).to(home) for n in names}
+    stats = {}
+    if not self.sums: return stats
+    for kind in (('squares',), ('numel',), ('amax', 'peak'), ('amax', 'carried')):
+        for n in self.scaler.layers:
+            value = self.sums.get((*kind, n), 0.)
+            stats[(*kind, n)] = torch.as_tensor(value).to(self.scaler.scale)
+    return stats
 
 # %% ../nbs/20_layerwise.ipynb #33cbd592
 class LayerwiseScaler(LossScaler):
     "A loss scale, and a factor for each linear and convolutional layer (Zhao et al. 2019)"
     def __init__(self,
-        layers, # the model, whose linear and convolutional layers all get a factor, or names of such layers
+        layers, # the model, whose linear and convolutional layers get a factor, or names of such
         init_scale:float=1., # the loss scale; it only ever falls
         share:float=1e-3, # of each layer's gradient that may underflow, T
         cap:float=2.**10, # the largest factor
@@ -206,9 +239,13 @@ class LayerwiseScaler(LossScaler):
     ):
         if isinstance(layers, nn.Module):
             layers = [n for n, m in layers.named_modules() if isinstance(m, SCALED)]
-        if not layers: raise ValueError('There is no linear or convolutional layer to scale: take another scaler.')
-        validate_number('share', share, lambda x: 0 < x < 1, 'it is a share, so take one such as 0.001')
-        validate_number('cap', cap, lambda x: 1 <= x <= 2.**100, 'a factor is at least 1, so take 1 to 2^100')
+        if not layers:
+            raise ValueError('There is no linear or convolutional layer to scale: '
+                             'take another scaler.')
+        validate_number('share', share, lambda x: 0 < x < 1,
+                        'it is a share, so take one such as 0.001')
+        validate_number('cap', cap, lambda x: 1 <= x <= 2.**100,
+                        'a factor is at least 1, so take 1 to 2^100')
         validate_steps('every', every, 1)
         config |= dict(layers=list(layers), share=share, cap=cap, every=every)
         super().__init__(init_scale, **config)
@@ -222,29 +259,36 @@ class LayerwiseScaler(LossScaler):
 
     def watch(self, model):
         "Hook into the model's layers; ValueError if it does not have them"
-        if model is None: raise ValueError(f'{self!r} watches the model, and none was given: pass model=.')
+        if model is None:
+            raise ValueError(f'{self!r} watches the model, and none was given: pass model=.')
         self.watched = LayerwiseWatch(self, model)
         return self.watched
 
     def scale_loss(self, loss):
         "The loss times the scale; plans the scales of all gradients"
-        scaled, nodes = super().scale_loss(loss), [l.grad_fn for l in tree_leaves(loss)]
-        if self.watched: self.watched.plan([n for n in nodes if n is not None])
+        scaled = super().scale_loss(loss)
+        roots = []
+        for l in tree_leaves(loss):
+            if l.grad_fn is not None: roots.append(l.grad_fn)
+        if self.watched: self.watched.plan(roots)
         return scaled
 
     def inv_scale(self, name=None):
-        "What takes the scale out of a parameter's gradient; ValueError if no planned pass has reached it"
+        "What takes the scale out of a parameter's gradient; ValueError if no pass reached it"
         carried = self.watched.carried if self.watched else {}
-        if name not in carried: raise ValueError(
-            f'The scale in the gradient of {name} is not known: watch the model, scale its loss, name '
-            'gradients with named_gradients(opt, model), and checkpoint with use_reentrant=False.')
+        if name not in carried:
+            raise ValueError(
+                f'The scale in the gradient of {name} is not known: watch the model, scale its '
+                'loss, name gradients with named_gradients(opt, model), and checkpoint with '
+                'use_reentrant=False.')
         return super().inv_scale()/carried[name]
 
 # %% ../nbs/20_layerwise.ipynb #8dfb0cb6
 @patch
 def next_scale(self:LayerwiseScaler, stats):
     "Choose the factors if this step was looked at; an overflow lowers scale and ceiling"
-    bad, used = stats['found_inf'] != 0, self.factors.amax()
+    bad = stats['found_inf'] != 0
+    used = self.factors.amax()
     self.phase = (self.phase + 1) % int(self.every)
     lower = (used/4).clamp(min=1).minimum(self.ceiling)
     self.ceiling = torch.where(bad & (used > 1), lower, self.ceiling)
@@ -258,7 +302,8 @@ def choose(self:LayerwiseScaler,
 ):
     "Choose each layer's factor from its statistics; 0 where they are all zero, or not finite"
     def stacked(*kind): return torch.stack([stats[(*kind, n)] for n in self.layers])
-    carried, peak = stacked('amax', 'carried'), stacked('amax', 'peak')
+    carried = stacked('amax', 'carried')
+    peak = stacked('amax', 'peak')
     sigma = (stacked('squares')/stacked('numel')).sqrt()
     known = (sigma > 0) & sigma.isfinite() & peak.isfinite()
     factors = layer_factor(sigma/carried, peak/carried, self.share, self.cap)
@@ -276,19 +321,25 @@ def measured(cls:LayerwiseScaler,
     model:nn.Module, # in FP32; neither it nor its .grad is changed
     batch:tuple, # (inputs, targets), the inputs a tensor or a tuple
     loss_func, # (predictions, targets) -> 0-dim loss
-    **config, # as for the class; without init_scale the loss scale is `StaticScaler.measured`'s
+    **config, # as for the class; the loss scale is `StaticScaler.measured`'s, unless given
 )->LayerwiseScaler:
     "Loss scale and factors from FP32 backward passes of one batch"
     if 'init_scale' not in config:
-        config['init_scale'] = max(1., StaticScaler.measured(model, batch, loss_func).scale.item())
-    self, (x, y) = cls(model, **config), batch
-    watch, buffers = self.watch(model), {n: b.clone() for n, b in model.named_buffers()}
-    ps = [p for p in model.parameters() if p.requires_grad]
-    fine = dict(found_inf=torch.tensor(0.), loss_finite=torch.tensor(1.))
+        measured = StaticScaler.measured(model, batch, loss_func)
+        config['init_scale'] = max(1., measured.scale.item())
+    self = cls(model, **config)
+    watch = self.watch(model)
+    x, y = batch
+    if not isinstance(x, tuple): x = (x,)
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    params = [p for p in model.parameters() if p.requires_grad]
     try:
-        pred = torch.func.functional_call(model, buffers, x if isinstance(x, tuple) else (x,))
-        torch.autograd.grad(self.scale_loss(loss_func(pred, y)), ps, allow_unused=True)
-        self.update(watch.read() | {n: t.to(self.scale) for n, t in fine.items()})
+        pred = torch.func.functional_call(model, buffers, x)
+        torch.autograd.grad(self.scale_loss(loss_func(pred, y)), params, allow_unused=True)
+        stats = watch.read()
+        stats['found_inf'] = torch.zeros_like(self.scale)
+        stats['loss_finite'] = torch.ones_like(self.scale)
+        self.update(stats)
     finally:
         watch.remove()
         self.watched = None

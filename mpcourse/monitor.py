@@ -11,7 +11,9 @@ __all__ = ['TENSOR_KINDS', 'HOOKED', 'STATISTICS', 'BLOCK', 'LOWEST', 'HIGHEST',
 # %% ../nbs/15_monitor.ipynb #18m00004
 import json, math, warnings, weakref
 from collections import deque
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -27,7 +29,8 @@ from .scaler import LossScaler
 class OwnedHook:
     "Calls a method of an owner, which it holds weakly; its pickled or deep copies call nothing"
     def __init__(self, owner=None, method='', *first):
-        self.owner, self.method, self.first = owner and weakref.ref(owner), method, first
+        self.owner = owner and weakref.ref(owner)
+        self.method, self.first = method, first
 
     @torch._disable_dynamo # torch.compiler.disable, which would load the compiler at once
     def __call__(self, *args):
@@ -36,10 +39,13 @@ class OwnedHook:
 
     def __reduce__(self): return OwnedHook, ()
 
+def _remove_all(handles):
+    for h in handles: h.remove()
+
 # %% ../nbs/15_monitor.ipynb #18m00028
 #| code-fold: true
 TENSOR_KINDS = ('input', 'activation', 'activation_grad', 'weight', 'weight_grad', 'loss', 'moment')
-HOOKED = ('input', 'activation', 'activation_grad', 'weight_grad')  # what a hook sees; the others are there to be read
+HOOKED = ('input', 'activation', 'activation_grad', 'weight_grad')      # what a hook sees
 
 def validate_choice(
     names, # one name, or several
@@ -48,10 +54,10 @@ def validate_choice(
 )->tuple: # of names
     "The names as a tuple; ValueError for a name that does not exist"
     names = (names,) if isinstance(names, str) else tuple(names)
-    bad = [n for n in names if n not in known]
-    if bad or not names:
-        raise ValueError(f'There is no {what} {bad[0] if bad else names!r}: take some of {", ".join(known)}.')
-    return names
+    unknown = [n for n in names if n not in known]
+    if names and not unknown: return names
+    bad = unknown[0] if unknown else names
+    raise ValueError(f'There is no {what} {bad!r}: take some of {", ".join(known)}.')
 
 # %% ../nbs/15_monitor.ipynb #18m0028b
 #| code-fold: true
@@ -63,22 +69,28 @@ def match_names(
     "Choose names by patterns; ValueError for a pattern that matches none"
     names = list(names)
     if patterns is None: return names
-    patterns = [patterns] if isinstance(patterns, str) or callable(patterns) else list(patterns)
-    def hit(name, p): return p(name) if callable(p) else fnmatchcase(name, p)
-    missing = [p for p in patterns if not any(hit(n, p) for n in names)]
-    if missing or not patterns:
-        bad = missing[0] if missing else patterns
-        raise ValueError(f'{bad!r} matches no {what}: there are {", ".join(names) or "none"}.')
-    return [n for n in names if any(hit(n, p) for p in patterns)]
+    if isinstance(patterns, str) or callable(patterns): patterns = [patterns]
+    patterns = list(patterns)
+    refusal = f'matches no {what}: there are {", ".join(names) or "none"}.'
+    if not patterns: raise ValueError(f'{patterns!r} {refusal}')
+    chosen = set()
+    for p in patterns:
+        found = [n for n in names if (p(n) if callable(p) else fnmatchcase(n, p))]
+        if not found: raise ValueError(f'{p!r} {refusal}')
+        chosen.update(found)
+    return [n for n in names if n in chosen]
 
 def named_tensors(
     name:str, # of the nest
     x, # a tensor, or a nest of dicts, lists and tuples
 )->list: # of (name, tensor)
     "Each floating tensor in a nest, with a name; a single one has the name of the nest"
-    if isinstance(x, Tensor): return [(name, x)] if x.is_floating_point() and x.layout is torch.strided else []
-    if not isinstance(x, (dict, list, tuple)): return []
-    parts = list(x.items() if isinstance(x, dict) else enumerate(x))
+    if isinstance(x, Tensor):
+        shown = x.is_floating_point() and x.layout is torch.strided
+        return [(name, x)] if shown else []
+    if isinstance(x, (list, tuple)): x = dict(enumerate(x))
+    if not isinstance(x, dict): return []
+    parts = list(x.items())
     if len(parts) == 1: return named_tensors(name, parts[0][1])
     found = []
     for k, part in parts: found += named_tensors(f'{name}.{k}', part)
@@ -92,14 +104,17 @@ def watched_modules(
     root:bool=False, # the model itself, too
 )->dict: # name -> module; the model itself has the name of its class
     "The modules whose tensors are shown"
-    def takes(m): return bool(m._parameters) or not m._modules if types is None else isinstance(m, types)
     top = type(model).__name__
-    found = {n or top: m for n, m in model.named_modules() if takes(m)}
+    def shown(m):
+        if types is None: return m._parameters or not m._modules
+        return isinstance(m, types)
+    found = {n or top: m for n, m in model.named_modules() if shown(m)}
     if not found: raise ValueError(f'No module of {top} is a {types}: give other types.')
-    return found | ({top: model} if root else {})
+    if root: found[top] = model
+    return found
 
 # %% ../nbs/15_monitor.ipynb #18m00031
-class TensorHooks:
+class TensorHooks(AbstractContextManager):
     "Shows tensors of a running model to a function, and lets it replace gradients"
     def __init__(self,
         model:nn.Module, # any
@@ -107,23 +122,32 @@ class TensorHooks:
         kinds=('activation', 'activation_grad'), # of `HOOKED`
         names=None, # modules and parameters, as for `match_names`
         types=None, # classes of modules, as for `watched_modules`
-        accumulated:bool=False, # weights' gradients as summed up after each micro-batch, not what each one adds
+        accumulated:bool=False, # weights' gradients as summed up, not what each micro-batch adds
         root:bool=False, # the model itself, too
         bare:bool=False, # call `see` without switching autograd and dispatch modes off
     ):
         self.kinds = validate_choice(kinds, HOOKED, 'kind for a hook')
         self.see, self.bare, self.active = see, bare, True
-        modules = watched_modules(model, types, root) if {'activation', 'activation_grad'} & {*self.kinds} else {}
-        params = {n: p for n, p in model.named_parameters() if p.requires_grad and 'weight_grad' in self.kinds}
-        chosen = match_names(names, [*modules, *params], 'module or parameter') if modules or params else []
-        handles = self._handles = []
+        modules, params, chosen = {}, {}, []
+        if {'activation', 'activation_grad'} & {*self.kinds}:
+            modules = watched_modules(model, types, root)
+        if 'weight_grad' in self.kinds:
+            params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if modules or params:
+            chosen = match_names(names, [*modules, *params], 'module or parameter')
+        handles = []
         if 'input' in self.kinds:
-            handles.append(model.register_forward_pre_hook(OwnedHook(self, 'inputs'), with_kwargs=True))
+            hook = OwnedHook(self, 'inputs')
+            handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
         for n in chosen:
-            if n in modules: handles.append(modules[n].register_forward_hook(OwnedHook(self, 'outputs', n)))
-            elif accumulated: handles.append(params[n].register_post_accumulate_grad_hook(OwnedHook(self, 'grown', n)))
-            else: handles.append(params[n].register_hook(OwnedHook(self, 'show', n, 'weight_grad')))
-        self._remove = weakref.finalize(self, lambda: [h.remove() for h in handles])
+            if n in modules:
+                handle = modules[n].register_forward_hook(OwnedHook(self, 'outputs', n))
+            elif accumulated:
+                hook = OwnedHook(self, 'grown', n)
+                handle = params[n].register_post_accumulate_grad_hook(hook)
+            else: handle = params[n].register_hook(OwnedHook(self, 'show', n, 'weight_grad'))
+            handles.append(handle)
+        self._remove = weakref.finalize(self, _remove_all, handles)
 
     def show(self, name, kind, t):
         "Call `see`"
@@ -132,11 +156,11 @@ class TensorHooks:
 
     def inputs(self, module, args, kwargs):
         "Show what the model is called with"
-        for n, t in named_tensors('input', {**dict(enumerate(args)), **kwargs}): self.show(n, 'input', t)
+        for n, t in named_tensors('input', dict(enumerate(args)) | kwargs): self.show(n, 'input', t)
 
     def outputs(self, name, module, args, out):
-        "Show a layer's output, and hook its gradient; a checkpointed block that is computed again is shown once"
-        again = torch._C._current_graph_task_id() != -1
+        "Show a layer's output, and hook its gradient"
+        again = torch._C._current_graph_task_id() != -1         # a checkpointed block is shown once
         for n, t in named_tensors(name, out):
             if 'activation' in self.kinds and not again: self.show(n, 'activation', t)
             if 'activation_grad' not in self.kinds or not t.requires_grad: continue
@@ -151,28 +175,36 @@ class TensorHooks:
         self._remove()
         self.active = False
 
-    def __enter__(self): return self
     def __exit__(self, *exc): self.remove()
 
 # %% ../nbs/15_monitor.ipynb #18m00037
 STATISTICS = {
-    'norm': 'the root of the sum of squares', 'min': 'the smallest value', 'max': 'the largest value',
-    'mean_abs': 'the mean magnitude', 'mean': 'the mean', 'std': 'the standard deviation, of all elements',
-    'zeros': 'share of exact zeros', 'overflow': 'share that is infinite or NaN',
+    'norm': 'the root of the sum of squares', 'min': 'the smallest value',
+    'max': 'the largest value', 'mean_abs': 'the mean magnitude', 'mean': 'the mean',
+    'std': 'the standard deviation, of all elements', 'zeros': 'share of exact zeros',
+    'overflow': 'share that is infinite or NaN',
     'dynamic_range': 'octaves from the smallest magnitude to the largest'}
 BLOCK = 2**16 # elements that a CPU measures at once
+_SUMS = ('n', 'sum', 'abs_sum', 'squares', 'zeros', 'nonfinite')    # these add up
+_EXTREMES = ('min', 'max', 'min_abs')                               # these do not
 
 def _block_sums(x):
-    "n, sum, abs_sum, squares, zeros, nonfinite; min, max, min_abs of a tensor (n,)"
+    "`_SUMS` and `_EXTREMES` of a tensor (n,)"
     d = x.to(torch.float32 if x.is_mps else torch.float64)      # Apple's GPUs have no FP64
     if not len(x): return d.new_tensor([0., 0, 0, 0, 0, 0, math.inf, -math.inf, math.inf])
-    a, n = d.abs(), d.new_full((), len(x))
-    abs_sum, min_abs, zeros, nonfinite = a.sum(), a.amin(), n*0, n*0
-    if not (x.is_cpu and min_abs > 0):                          # most blocks have no zero, and no infinity
-        zeros = torch.eq(d, 0, out=torch.empty_like(d)).sum()   # as numbers: much quicker than counting truth values
+    a = d.abs()
+    n = d.new_full((), len(x))
+    zeros, nonfinite = n*0, n*0
+    abs_sum = a.sum()
+    min_abs = a.amin()
+    if not (x.is_cpu and min_abs > 0):                          # most blocks have no zero
+        # as numbers: much quicker than counting truth values
+        zeros = torch.eq(d, 0, out=torch.empty_like(d)).sum()
         min_abs = torch.threshold(a, 0., math.inf).amin()
-    if not (x.is_cpu and abs_sum < math.inf): nonfinite = n - torch.count_nonzero(a < math.inf)
-    return torch.stack([n, d.sum(), abs_sum, d.dot(d), zeros, nonfinite, d.amin(), d.amax(), min_abs])
+    if not (x.is_cpu and abs_sum < math.inf):                   # and no infinity
+        nonfinite = n - torch.count_nonzero(a < math.inf)
+    sums = [n, d.sum(), abs_sum, d.dot(d), zeros, nonfinite]
+    return torch.stack([*sums, d.amin(), d.amax(), min_abs])
 
 # %% ../nbs/15_monitor.ipynb #18m0037b
 def merge_sums(
@@ -181,8 +213,11 @@ def merge_sums(
     "The sums of a tensor from the sums of its parts"
     if len(rows) == 1: return rows[0]
     rows = torch.stack(rows)
-    extremes = torch.stack([rows[:, 6].amin(), rows[:, 7].amax(), rows[:, 8].amin()])
-    return torch.cat([rows[:, :6].sum(0), extremes, rows[:, 9:].sum(0)])
+    column = dict(zip(_SUMS + _EXTREMES, rows.unbind(1)))
+    extremes = [column['min'].amin(), column['max'].amax(), column['min_abs'].amin()]
+    add_up = rows[:, :len(_SUMS)].sum(0)
+    more = rows[:, len(_SUMS + _EXTREMES):].sum(0)
+    return torch.cat([add_up, torch.stack(extremes), more])
 
 def tensor_sums(
     x:Tensor, # floating, any shape
@@ -195,16 +230,21 @@ def tensor_sums(
 def sums_to_stats(
     sums:Tensor, # (tensors, 9)
     names, # of `STATISTICS`
-    factor=1., # what each tensor is multiplied by, a number or (tensors,); shares do not depend on it
+    factor=1., # what each tensor is multiplied by, a number or (tensors,); not shares
 )->Tensor: # (tensors, names) float64; NaN for a tensor without elements
     "Statistics out of sums"
-    n, total, abs_sum, squares, zeros, nonfinite, low, high, min_abs = sums.unbind(1)
-    top, mean = low.abs().maximum(high.abs()), total/n
-    std = (squares/n - mean.square()).clamp(min=0).sqrt()
-    size = dict(norm=squares.sqrt(), min=low, max=high, mean_abs=abs_sum/n, mean=mean, std=std)
-    share = dict(zeros=zeros/n, overflow=nonfinite/n, dynamic_range=(top/min_abs).log2().where(top > 0, math.nan))
-    columns = [size[k]*factor if k in size else share[k] for k in names]
-    out = torch.stack(columns, 1) if columns else sums.new_empty(len(sums), 0)
+    s = dict(zip(_SUMS + _EXTREMES, sums.unbind(1)))
+    n = s['n']
+    top = s['min'].abs().maximum(s['max'].abs())
+    mean = s['sum']/n
+    std = (s['squares']/n - mean.square()).clamp(min=0).sqrt()
+    stats = dict(
+        norm=s['squares'].sqrt()*factor, min=s['min']*factor, max=s['max']*factor,
+        mean_abs=s['abs_sum']/n*factor, mean=mean*factor, std=std*factor,
+        zeros=s['zeros']/n, overflow=s['nonfinite']/n,
+        dynamic_range=(top/s['min_abs']).log2().where(top > 0, math.nan))
+    if not names: return sums.new_empty(len(sums), 0)
+    out = torch.stack([stats[k] for k in names], 1)
     return out.masked_fill((n == 0)[:, None], math.nan)
 
 @torch.no_grad()
@@ -214,40 +254,44 @@ def tensor_stats(
 )->Tensor: # (tensors, names) float32, on their device
     "Statistics of tensors, without waiting for the device"
     names = validate_choice(names, STATISTICS, 'statistic')
-    sums = [tensor_sums(t) for t in tensors]
-    return sums_to_stats(torch.stack(sums) if sums else torch.zeros(0, 9), names).float()
+    if not len(tensors): return torch.empty(0, len(names))
+    sums = torch.stack([tensor_sums(t) for t in tensors])
+    return sums_to_stats(sums, names).float()
 
 # %% ../nbs/15_monitor.ipynb #18m00042
-LOWEST, HIGHEST = -149, 128 # octaves of FP32, its subnormals too; the last one is infinity and NaN
+LOWEST, HIGHEST = -149, 128 # octaves of FP32 with its subnormals; the last is infinity and NaN
 
 def octave_counts(
     x:Tensor, # floating, any shape
 )->Tensor: # (279,) float64: zeros, elements in each octave from 2^-149 on, not finite
     "How many elements of a tensor have each exponent"
     x = x.detach().reshape(-1)
-    at = torch.frexp(x.to(torch.float32 if x.is_mps else torch.float64)).exponent.long() - LOWEST
+    dtype = torch.float32 if x.is_mps else torch.float64
+    at = torch.frexp(x.to(dtype)).exponent.long() - LOWEST
     at = at.masked_fill(x == 0, 0).masked_fill(~x.isfinite(), HIGHEST - LOWEST + 1)
-    ones = torch.ones_like(at, dtype=torch.float32 if x.is_mps else torch.float64)
+    ones = torch.ones_like(at, dtype=dtype)
     return ones.new_zeros(HIGHEST - LOWEST + 2).index_add_(0, at, ones)
 
 def counts_to_hist(
     counts:Tensor, # from `octave_counts`, on the host
 )->Log2Hist:
     "The histogram that `plots.log2_hist` would return"
-    zeros, inner, nonfinite = int(counts[0]), counts[1:-1].long(), int(counts[-1])
-    live = inner.nonzero()[:, 0]
-    lo, hi = (int(live[0]), int(live[-1]) + 1) if len(live) else (0, 0)
-    return Log2Hist(torch.arange(lo, hi) + LOWEST, inner[lo:hi], zeros, nonfinite)
+    inner = counts[1:-1].long()
+    live = inner.nonzero()[:, 0].tolist()
+    octaves = slice(live[0], live[-1] + 1) if live else slice(0)
+    exponents = torch.arange(LOWEST, HIGHEST)[octaves]
+    return Log2Hist(exponents, inner[octaves], int(counts[0]), int(counts[-1]))
 
 # %% ../nbs/15_monitor.ipynb #18m00048
 def inverse_scale(
     scaler, # a LossScaler, a GradScaler, a number, or None
-    name:str=None, # of a parameter; None: of all other gradients
+    name:str|None=None, # of a parameter; None: of all other gradients
 ): # a number or a 0-dim tensor; NaN for activations where each layer has its own scale
     "The factor that takes this step's loss scale out of a gradient, without waiting for the device"
     policy = getattr(scaler, 'policy', scaler)              # of our GradScaler
     if isinstance(policy, LossScaler):
-        if name is None and type(policy).inv_scale is not LossScaler.inv_scale: return math.nan
+        by_layer = type(policy).inv_scale is not LossScaler.inv_scale
+        if name is None and by_layer: return math.nan
         return policy.inv_scale(name)
     if not isinstance(scaler, TorchGradScaler): return 1/(scaler or 1.)
     now = getattr(scaler, '_scale', None)                   # None before the first loss was scaled
@@ -255,29 +299,34 @@ def inverse_scale(
 
 # %% ../nbs/15_monitor.ipynb #18m00050
 class StepSums:
-    "What one training step shows of its tensors, as sums over all micro-batches that were not dropped"
+    "What one training step shows of its tensors: sums over micro-batches that were not dropped"
     def __init__(self, model, scaler, hist=False):
         self.model, self.scaler, self.hist, self.active = model, scaler, hist, True
         self.forget()
         handles = [model.register_forward_pre_hook(OwnedHook(self, 'begin')),
                    model.register_forward_hook(OwnedHook(self, 'end'))]
-        self.remove = weakref.finalize(self, lambda: [h.remove() for h in handles])
+        self.remove = weakref.finalize(self, _remove_all, handles)
 
     def forget(self):
         "Forget what was seen"
-        self.rows, self.factors, self.passes, self.differentiated = {}, {}, [], False
+        self.rows = {}              # (name, kind): sums
+        self.factors = {}           # name: what takes the scale out; None: of all other gradients
+        self.passes = []            # rows of forward passes, until a gradient comes back
+        self.differentiated = False
 
     def begin(self, module, args):
         "Note a forward pass, and forget the batch before it if its gradients were cleared"
-        if torch._C._current_graph_task_id() != -1: return            # a checkpointed model, computed again
+        if torch._C._current_graph_task_id() != -1: return      # checkpointed, computed again
         params = dict(self.model.named_parameters())
-        if any(kind == 'weight_grad' and params[n].grad is None for n, kind in self.rows): self.forget()
+        grads = [n for n, kind in self.rows if kind == 'weight_grad']
+        if any(params[n].grad is None for n in grads): self.forget()
         self.passes.append({})
 
     def end(self, module, args, out):
         "Hook the outputs, to know when a gradient comes back into this pass"
         for _, t in named_tensors('', out):
-            if t.requires_grad and self.passes: t.register_hook(OwnedHook(self, 'count', self.passes[-1]))
+            if not t.requires_grad or not self.passes: continue
+            t.register_hook(OwnedHook(self, 'count', self.passes[-1]))
 
     def count(self, seen, grad=None):
         "Count what a forward pass showed, since a gradient has come back into it"
@@ -286,9 +335,9 @@ class StepSums:
         self.differentiated = True
 
     def add(self, rows, key, row):
-        "Add to what a tensor of this name showed before; a weight's gradient, itself a sum, replaces it"
-        before = [rows[key]] if key in rows and key[1] != 'weight_grad' else []
-        rows[key] = merge_sums([*before, row])
+        "Add to what a tensor of this name showed; a weight's gradient, itself a sum, replaces it"
+        if key in rows and key[1] != 'weight_grad': row = merge_sums([rows[key], row])
+        rows[key] = row
 
     def see(self, name, kind, t):
         "Measure a tensor"
@@ -297,7 +346,8 @@ class StepSums:
         if kind == 'weight_grad': self.factors[name] = inverse_scale(self.scaler, name)
         if not self.passes: self.passes.append({})
         row = torch.cat([tensor_sums(t), octave_counts(t)]) if self.hist else tensor_sums(t)
-        self.add(self.passes[-1] if kind in ('input', 'activation') else self.rows, (name, kind), row)
+        rows = self.passes[-1] if kind in ('input', 'activation') else self.rows
+        self.add(rows, (name, kind), row)
 
     def read(self):
         "All sums by (name, kind); without a backward pass, those of the forward passes"
@@ -309,18 +359,20 @@ class StepSums:
 def _stats_table(
     seen, # a `StepSums` that has something
     names, # of `STATISTICS`
-):  # keys, (tensors, 1 + names) float32 with the scale first, and Log2Hists or None; all on the host
+):  # keys, (tensors, 1 + names) float32 with the scale first, and Log2Hists or None; on the host
     "The statistics of a step, after one transfer"
-    rows = seen.rows
-    keys, home = [*rows], next(iter(rows.values()))
-    def column(values):
-        parts = [v.to(home) if isinstance(v, Tensor) else home.new_tensor(v) for v in values]
-        return torch.stack([p.reshape(()) for p in parts])
-    sums = torch.stack([r.to(home.device) for r in rows.values()])
-    factor = column([seen.factors.get(n if kind == 'weight_grad' else None, 1.) for n, kind in keys])
+    keys = list(seen.rows)
+    home = seen.rows[keys[0]]
+    sums = torch.stack([r.to(home.device) for r in seen.rows.values()])
+    factors = []
+    for n, kind in keys:
+        factor = seen.factors.get(n if kind == 'weight_grad' else None, 1.)
+        factors.append(torch.as_tensor(factor, dtype=home.dtype, device=home.device).reshape(()))
+    factor = torch.stack(factors)
     is_grad = torch.tensor([kind.endswith('_grad') for _, kind in keys], device=home.device)
-    stats = sums_to_stats(sums[:, :9], names, factor.where(is_grad, 1.))
-    table = torch.cat([1/factor[:, None], stats, sums[:, 9:]], 1).cpu()
+    nine = len(_SUMS + _EXTREMES)
+    stats = sums_to_stats(sums[:, :nine], names, factor.where(is_grad, 1.))
+    table = torch.cat([1/factor[:, None], stats, sums[:, nine:]], 1).cpu()
     cut = 1 + len(names)
     hists = [counts_to_hist(c) for c in table[:, cut:]] if table.shape[1] > cut else None
     return keys, table[:, :cut].float().numpy(), hists
@@ -329,26 +381,31 @@ def _stats_table(
 class CollectionLog:
     "The latest collections, as numbers; every new one goes to the writers"
     def __init__(self, columns, writers, keep):
-        writers = [writers] if isinstance(writers, str | Path) or callable(writers) else writers
-        self.columns, self.writers, self.entries = columns, [open_writer(w) for w in writers], deque(maxlen=keep)
+        if isinstance(writers, str | Path) or callable(writers): writers = [writers]
+        self.columns = columns
+        self.writers = [open_writer(w) for w in writers]
+        self.entries = deque(maxlen=keep)
 
     def add(self, step, keys, table, hists, notes):
-        "Remember a collection and write it; a writer that fails is dropped, and the training goes on"
-        if self.entries and self.entries[-1][1] == keys: keys = self.entries[-1][1]     # one copy is enough
+        "Remember a collection and write it; a writer that fails is dropped"
+        if self.entries and self.entries[-1][1] == keys: keys = self.entries[-1][1]     # one copy
         self.entries.append((step, keys, table, hists, notes))
-        rows = self.rows(self.entries[-1]) if self.writers else []
-        for w in [*self.writers]:
+        if not self.writers: return
+        rows = self.rows(self.entries[-1])
+        for w in list(self.writers):
             try: w(step, rows)
             except Exception as e:
                 self.writers.remove(w)
-                warnings.warn(f'{w} failed ({e}) and is dropped; the training goes on.', stacklevel=4)
+                warnings.warn(f'{w} failed ({e}) and is dropped; the training goes on.',
+                              stacklevel=4)
 
     def rows(self, entry):
-        "A collection as dictionaries: step, name, kind, scale, a number a statistic, notes; 'hist' if asked for"
+        "A collection as dicts: step, name, kind, scale, statistics, notes; 'hist' if asked for"
         step, keys, table, hists, notes = entry
         found = []
         for i, (name, kind) in enumerate(keys):
-            r = dict(step=step, name=name, kind=kind, **dict(zip(self.columns, table[i].tolist())))
+            r = dict(step=step, name=name, kind=kind)
+            r.update(zip(self.columns, table[i].tolist()))
             for column, values in notes.items(): r[column] = values.get((name, kind), math.nan)
             if hists: r['hist'] = hists[i]
             found.append(r)
@@ -357,24 +414,26 @@ class CollectionLog:
     @property
     def records(self)->list: # of dicts
         "All rows that are remembered"
-        return [r for entry in self.entries for r in self.rows(entry)]
+        return list(chain.from_iterable(map(self.rows, self.entries)))
 
     def frame(self,
-        last:int=None, # how many of the latest collections; None: all that are remembered
+        last:int|None=None, # how many of the latest collections; None: all that are remembered
     ): # a pandas DataFrame, a row for each tensor and step
         "What is remembered, without histograms"
         import pandas as pd
-        some = [r for entry in [*self.entries][-last if last else None:] for r in self.rows(entry)]
-        return pd.DataFrame(some).drop(columns='hist', errors='ignore')
+        entries = list(self.entries)
+        if last: entries = entries[-last:]
+        rows = chain.from_iterable(map(self.rows, entries))
+        return pd.DataFrame(rows).drop(columns='hist', errors='ignore')
 
 # %% ../nbs/15_monitor.ipynb #18m00054
-class TensorCollector(CollectionLog):
+class TensorCollector(CollectionLog, AbstractContextManager):
     "Measures a model's tensors on some steps of any training loop; keeps numbers, and no tensor"
     def __init__(self,
         model:nn.Module, # in training
-        every=10, # steps from one collection to the next, the first one included; or a function: step -> bool
+        every=10, # steps from one collection to the next, from the first on; or step -> bool
         kinds=TENSOR_KINDS, # some of these
-        names=None, # modules and parameters, as for `match_names`; there are also 'input' and 'loss'
+        names=None, # modules and parameters, as for `match_names`; also 'input' and 'loss'
         types=None, # classes of modules, as for `watched_modules`
         stats=tuple(STATISTICS), # some of `STATISTICS`, and 'hist'
         opt=None, # torch or fastai optimizer whose moments are measured
@@ -384,17 +443,22 @@ class TensorCollector(CollectionLog):
     ):
         _validate(every, opt, scaler, keep)
         stats = validate_choice(stats, (*STATISTICS, 'hist'), 'statistic')
-        self.kinds, self.stats = validate_choice(kinds, TENSOR_KINDS, 'kind'), [n for n in stats if n != 'hist']
-        self.model, self.every, self.names, self.types, self.opt, self.scaler = model, every, names, types, opt, scaler
+        self.kinds = validate_choice(kinds, TENSOR_KINDS, 'kind')
+        self.stats = [n for n in stats if n != 'hist']
+        self.hist = 'hist' in stats
+        self.model, self.names, self.types = model, names, types
+        self.every, self.opt, self.scaler = every, opt, scaler
         super().__init__(['scale', *self.stats], writers, keep)
-        self.n, self.hist, self.seen, self.hooks = 0, 'hist' in stats, None, None      # steps so far
-        _chosen(self)                                      # a pattern that matches nothing is told at once
+        self.n = 0              # steps so far
+        self.seen = self.hooks = None
+        _chosen(self)           # a pattern that matches nothing is told at once
         self.open()
 
     @property
     def due(self)->bool:
         "Is the coming step one to collect?"
-        return bool(self.every(self.n)) if callable(self.every) else self.n % self.every == 0
+        if callable(self.every): return bool(self.every(self.n))
+        return self.n % self.every == 0
 
     def open(self):
         "Begin a step, with hooks on the model only if it is due"
@@ -404,14 +468,17 @@ class TensorCollector(CollectionLog):
         self.chosen, kinds = _chosen(self)
         self.seen = StepSums(self.model, self.scaler, self.hist)
         if not kinds: return
-        self.hooks = TensorHooks(self.model, self.seen.see, kinds, self.chosen.__contains__, self.types, True, True)
+        self.hooks = TensorHooks(
+            self.model, self.seen.see, kinds, self.chosen.__contains__, self.types,
+            accumulated=True, root=True)
 
     def close(self):
         "Remove the hooks; may be called twice, and `open` puts them back"
         for h in (self.seen, self.hooks):
             if h: h.remove()
-        self.seen, self.hooks, self.running = None, None, False
-        self.notes = {} # columns of your own for the collection that is due: {column: {(name, kind): number}}
+        self.seen = self.hooks = None
+        self.running = False
+        self.notes = {} # further columns of the due collection: {column: {(name, kind): number}}
 
     @torch.no_grad()
     def step(self,
@@ -421,11 +488,11 @@ class TensorCollector(CollectionLog):
         if self.seen and (self.seen.read() or not self.hooks):
             with _disable_current_modes():
                 for name, kind, t in _unhooked(self, loss): self.seen.see(name, kind, t)
-                if self.seen.rows: self.add(self.n, *_stats_table(self.seen, self.stats), self.notes)
+                if self.seen.rows:
+                    self.add(self.n, *_stats_table(self.seen, self.stats), self.notes)
         self.n += 1
         if self.running: self.open()
 
-    def __enter__(self): return self
     def __exit__(self, *exc): self.close()
 
 # %% ../nbs/15_monitor.ipynb #18m00055
@@ -433,23 +500,30 @@ class TensorCollector(CollectionLog):
 def _validate(every, opt, scaler, keep):
     "ValueError for an argument that cannot work"
     if not callable(every) and (type(every) is not int or every < 1):
-        raise ValueError(f'A collection every {every!r} steps cannot work: give a whole number from 1, or a function.')
+        raise ValueError(f'A collection every {every!r} steps cannot work: '
+                         'give a whole number from 1, or a function.')
     if type(keep) is not int or keep < 1:
-        raise ValueError(f'keep={keep!r} is not a number of collections: give a whole number from 1.')
+        raise ValueError(f'keep={keep!r} is not a number of collections: '
+                         'give a whole number from 1.')
     if opt is not None and not hasattr(inner_optimizer(opt), 'state'):
-        raise ValueError(f"opt={opt!r} is not an optimizer: give the optimizer itself, torch's or fastai's.")
-    number = isinstance(scaler, int | float) and not isinstance(scaler, bool) and 0 < scaler < math.inf
+        raise ValueError(f"opt={opt!r} is not an optimizer: "
+                         "give the optimizer itself, torch's or fastai's.")
+    number = isinstance(scaler, int | float) and scaler is not True and 0 < scaler < math.inf
     if not (number or scaler is None or isinstance(scaler, LossScaler | TorchGradScaler)):
-        raise ValueError(f'{scaler!r} is not a scaler: give a LossScaler, a GradScaler, or the factor on the loss.')
+        raise ValueError(f'{scaler!r} is not a scaler: '
+                         'give a LossScaler, a GradScaler, or the factor on the loss.')
 
 # %% ../nbs/15_monitor.ipynb #18m0055b
 #| code-fold: true
 def _chosen(c):
     "Names that a collector measures, and the kinds of which a hook sees some"
-    modules, params = watched_modules(c.model, c.types, root=True), dict(c.model.named_parameters())
-    chosen = {*match_names(c.names, [*modules, *params, 'input', 'loss'], 'module or parameter')}
+    modules = watched_modules(c.model, c.types, root=True)
+    params = dict(c.model.named_parameters())
+    names = [*modules, *params, 'input', 'loss']
+    chosen = set(match_names(c.names, names, 'module or parameter'))
     live = {n for n, p in params.items() if p.requires_grad}
-    there = dict(input={'input'}, activation={*modules}, activation_grad={*modules}, weight_grad=live)
+    there = dict(input={'input'}, activation=modules.keys(), activation_grad=modules.keys(),
+                 weight_grad=live)
     return chosen, [k for k in c.kinds if k in there and chosen & there[k]]
 
 def _unhooked(c, loss):
@@ -458,8 +532,10 @@ def _unhooked(c, loss):
     for n, p in c.model.named_parameters():
         if n not in c.chosen: continue
         if 'weight' in c.kinds: yield n, 'weight', p
-        for k, t in state.get(p, {}).items() if 'moment' in c.kinds else ():
-            if isinstance(t, Tensor) and t.shape == p.shape and k != 'step': yield f'{n}.{k}', 'moment', t
+        if 'moment' not in c.kinds: continue
+        for k, t in state.get(p, {}).items():
+            moment = isinstance(t, Tensor) and t.shape == p.shape and k != 'step'
+            if moment: yield f'{n}.{k}', 'moment', t
     if loss is not None and 'loss' in c.kinds and 'loss' in c.chosen:
         yield 'loss', 'loss', torch.as_tensor(loss, dtype=torch.float32)
 
@@ -468,16 +544,25 @@ class JsonlWriter:
     "Writes a line of JSON for each tensor and step; a number that is not finite becomes a string"
     def __init__(self,
         path, # of a file that grows
-    ): self.path, self.gap = Path(path), '\n'           # ends a line that a crash has cut off
+    ):
+        self.path = Path(path)
+        self.gap = '\n'         # ends a line that a crash has cut off
 
     def __call__(self, step, rows):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, 'a') as f:
-            f.write(self.gap if f.tell() else '')
+            if f.tell(): f.write(self.gap)
             self.gap = ''
             for r in rows:
-                r = {k: repr(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in r.items()}
-                f.write(json.dumps(r, default=lambda x: x.tolist() if isinstance(x, Tensor) else vars(x)) + '\n')
+                r = {k: _encode(v) for k, v in r.items()}
+                f.write(json.dumps(r, default=_encode_hist) + '\n')
+
+def _encode(x):
+    "What JSON can hold"
+    if isinstance(x, float) and not math.isfinite(x): return repr(x)
+    return x
+
+def _encode_hist(x): return x.tolist() if isinstance(x, Tensor) else vars(x)
 
 def read_jsonl(
     path, # of a file that `JsonlWriter` wrote
@@ -488,19 +573,22 @@ def read_jsonl(
         try: r = json.loads(line)
         except ValueError: continue
         r = {k: float(v) if v in ('nan', 'inf', '-inf') else v for k, v in r.items()}
-        if h := r.get('hist'):
-            exponents, counts = (torch.tensor(h.pop(k), dtype=torch.int64) for k in ('exponents', 'counts'))
-            r['hist'] = Log2Hist(exponents, counts, **h)
+        h = r.get('hist')
+        if h:
+            for k in ('exponents', 'counts'): h[k] = torch.tensor(h[k], dtype=torch.int64)
+            r['hist'] = Log2Hist(**h)
         rows.append(r)
     return rows
 
 # %% ../nbs/15_monitor.ipynb #18m0064b
 #| code-fold: true
 class TensorBoardWriter:
-    "Writes scalars, and histograms of log2 of the magnitude; needs `pip install mpcourse[tensorboard]`"
+    "Writes scalars and histograms of log2 |x|; needs `pip install mpcourse[tensorboard]`"
     def __init__(self,
         folder, # for `tensorboard --logdir`
-    ): self.folder, self.board = str(folder), None
+    ):
+        self.folder = str(folder)
+        self.board = None
 
     def __call__(self, step, rows):
         from torch.utils.tensorboard import SummaryWriter
@@ -508,8 +596,8 @@ class TensorBoardWriter:
         self.board.add_scalar('scale', rows[0]['scale'], step)
         for r in rows:
             for k, v in r.items():
-                told = isinstance(v, float) and v == v and k != 'scale'
-                if told: self.board.add_scalar(f"{r['kind']}.{k}/{r['name']}", v, step)
+                if not isinstance(v, float) or v != v or k == 'scale': continue
+                self.board.add_scalar(f"{r['kind']}.{k}/{r['name']}", v, step)
             if 'hist' not in r: continue
             name = f"{r['kind']}.log2/{r['name']}"
             self.board.add_histogram_raw(name, **_buckets(r['hist']), global_step=step)
@@ -519,10 +607,13 @@ class TensorBoardWriter:
 
 def _buckets(h):
     "A `Log2Hist` as TensorBoard's histogram of log2 of the magnitude, without zeros"
-    edges, n = [*h.exponents.tolist(), h.exponents[-1].item() + 1] if len(h.counts) else [0, 1], h.counts.double()
+    edges, n = [0, 1], h.counts.double()
+    if len(n): edges = [*h.exponents.tolist(), h.exponents[-1].item() + 1]
     middle = h.exponents + .5
-    return dict(min=edges[0], max=edges[-1], num=n.sum().item(), sum=(n*middle).sum().item(),
-                sum_squares=(n*middle.square()).sum().item(), bucket_limits=edges, bucket_counts=[0., *n.tolist()])
+    return dict(
+        min=edges[0], max=edges[-1], num=n.sum().item(), sum=(n*middle).sum().item(),
+        sum_squares=(n*middle.square()).sum().item(), bucket_limits=edges,
+        bucket_counts=[0., *n.tolist()])
 
 # %% ../nbs/15_monitor.ipynb #18m0064c
 #| code-fold: true
@@ -531,7 +622,9 @@ def open_writer(
 ): # a function of (step, rows)
     "The writer for a path; ValueError for the name of any other file"
     if callable(writer): return writer
-    if isinstance(writer, str | Path) and Path(writer).suffix == '.jsonl': return JsonlWriter(writer)
-    named = isinstance(writer, str | Path) and str(writer).strip()
-    if named and (Path(writer).is_dir() or not Path(writer).suffix[1:2].isalpha()): return TensorBoardWriter(writer)
-    raise ValueError(f'No writer fits {str(writer)!r}: give a file that ends in .jsonl, a folder, or a function.')
+    if isinstance(writer, str | Path) and str(writer).strip():
+        path = Path(writer)
+        if path.suffix == '.jsonl': return JsonlWriter(writer)
+        if path.is_dir() or not path.suffix[1:2].isalpha(): return TensorBoardWriter(writer)
+    raise ValueError(f'No writer fits {str(writer)!r}: '
+                     'give a file that ends in .jsonl, a folder, or a function.')

@@ -20,16 +20,29 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 def overloads(
     *names:str, # of aten ops, without overload: 'mm', 'convolution_backward'
 )->frozenset: # of OpOverloads; a name that this version of torch lacks is skipped
-    "Every overload of some aten ops, also in place, except those that are told their output's dtype"
-    both = [n + end for n in names for end in ('', '_')]
-    packets = [getattr(torch.ops.aten, n) for n in both if hasattr(torch.ops.aten, n)]
-    found = [getattr(p, o) for p in packets for o in p.overloads()]
-    return frozenset(f for f in found if 'out_dtype' not in [a.name for a in f._schema.arguments])
+    "Every overload of some aten ops, also in place, except those that are told the output's dtype"
+    found = set()
+    for name in names:
+        for end in ('', '_'):
+            packet = getattr(torch.ops.aten, name + end, None)
+            if packet is None: continue
+            for overload in packet.overloads():
+                op = getattr(packet, overload)
+                if 'out_dtype' not in str(op._schema): found.add(op)
+    return frozenset(found)
 
-_KERNELS = 'flash_attention', 'flash_attention_for_cpu', 'efficient_attention', 'cudnn_attention'
-ATTENTION = overloads(*[f'_scaled_dot_product_{k}{end}' for k in _KERNELS for end in ('', '_backward')])
-RECURRENT = overloads('mkldnn_rnn_layer', 'mkldnn_rnn_layer_backward', '_cudnn_rnn', '_cudnn_rnn_backward',
-                      'miopen_rnn', 'miopen_rnn_backward')
+ATTENTION = overloads(
+    '_scaled_dot_product_flash_attention',
+    '_scaled_dot_product_flash_attention_backward',
+    '_scaled_dot_product_flash_attention_for_cpu',
+    '_scaled_dot_product_flash_attention_for_cpu_backward',
+    '_scaled_dot_product_efficient_attention',
+    '_scaled_dot_product_efficient_attention_backward',
+    '_scaled_dot_product_cudnn_attention',
+    '_scaled_dot_product_cudnn_attention_backward')
+RECURRENT = overloads(
+    'mkldnn_rnn_layer', 'mkldnn_rnn_layer_backward', '_cudnn_rnn', '_cudnn_rnn_backward',
+    'miopen_rnn', 'miopen_rnn_backward')
 PRODUCTS = ATTENTION | RECURRENT | overloads(
     'mm', 'addmm', 'bmm', 'baddbmm', 'addbmm', 'mv', 'addmv', 'dot', 'vdot', '_addmm_activation',
     '_trilinear', 'convolution', 'convolution_backward', '_convolution', 'mkldnn_convolution',
@@ -40,30 +53,33 @@ def _is_half(
     func, args, kwargs, # a call of one of `PRODUCTS`
 )->bool:
     "Are all operands of this product in FP16, or all in BF16, on a CPU?"
-    ts = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    if func in ATTENTION or func in RECURRENT: ts = ts[:1]
-    half = ts[0].dtype in (torch.float16, torch.bfloat16)
-    return half and all(t.dtype is ts[0].dtype and t.device.type == 'cpu' for t in ts)
+    operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    if func in ATTENTION or func in RECURRENT: operands = operands[:1]
+    kinds = {(t.dtype, t.device.type) for t in operands}
+    return kinds in ({(torch.float16, 'cpu')}, {(torch.bfloat16, 'cpu')})
 
 # %% ../nbs/23_tensorcore.ipynb #1e1d4b3f
 def _in_fp32(
     func, args, kwargs, # a call of one of `PRODUCTS`, all in half
 ):  # what the op returns
     "The same op on float32 copies, its result rounded once"
-    half, copies = args[0].dtype, {}    # id of a copy: the copy, and what it was made of
+    half = args[0].dtype
+    copies = {}     # id of a copy: the copy, and what it was made of
 
     def wide(x):
-        if not (isinstance(x, Tensor) and x.dtype is half): return x
+        if x.dtype is not half: return x
         w = x.float()
         copies[id(w)] = w, x
         return w
 
     def narrow(r):
-        if id(r) not in copies: return r.to(half) if r.dtype is torch.float32 else r
-        return copies[id(r)][1].resize_(r.shape).copy_(r)    # resize_, for an empty `out=`
+        if id(r) in copies: return copies[id(r)][1].resize_(r.shape).copy_(r)   # an empty `out=`
+        return r.to(half) if r.dtype is torch.float32 else r
 
-    res = func(*map(wide, args), **{k: wide(v) for k, v in kwargs.items()})
-    if func in ATTENTION and len(res) == 2: return narrow(res[0]), res[1]    # a statistic, always FP32
+    args, kwargs = tree_map_only(Tensor, wide, (args, kwargs))
+    res = func(*args, **kwargs)
+    statistic = func in ATTENTION and len(res) == 2         # the second result, always FP32
+    if statistic: return narrow(res[0]), res[1]
     return tree_map_only(Tensor, narrow, res)
 
 # %% ../nbs/23_tensorcore.ipynb #fc7cd14a
@@ -75,7 +91,8 @@ def is_composite(
     func, # an OpOverload
 )->bool:
     "Is the op made of other ops?"
-    return func in WHOLE_LAYERS or func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return func in WHOLE_LAYERS or func.has_kernel_for_dispatch_key(key)
 
 def decompose(
     mode, # a dispatch mode that is to see the inner ops
@@ -84,7 +101,8 @@ def decompose(
     "Run an op that is made of other ops so that a mode sees those"
     with mode:
         if func not in WHOLE_LAYERS: return func.decompose(*args, **kwargs)
-        return func._op_dk(getattr(torch._C.DispatchKey, args[0].device.type.upper()), *args, **kwargs)
+        device = args[0].device.type.upper()
+        return func._op_dk(getattr(torch._C.DispatchKey, device), *args, **kwargs)
 
 # %% ../nbs/23_tensorcore.ipynb #3460d64e
 class OpMode(TorchDispatchMode, ContextDecorator):
@@ -94,20 +112,23 @@ class OpMode(TorchDispatchMode, ContextDecorator):
         self._kw = kw
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass():    # or gradients become TensorBase, as fastai's losses
+        # or gradients become TensorBase, as fastai's losses
+        with torch._C.DisableTorchFunctionSubclass():
             return self.run(func, args, kwargs or {})
 
     def _recreate_cm(self): return type(self)(**self._kw)
-    def __repr__(self): return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k,v in self._kw.items())})"
+    def __repr__(self):
+        options = [f'{k}={v!r}' for k, v in self._kw.items()]
+        return f"{type(self).__name__}({', '.join(options)})"
 
 class fp32_accumulate(OpMode):
-    "Half precision on a CPU as a tensor core computes it: products are summed in FP32 and rounded once"
+    "Half precision on a CPU as a tensor core computes it: products summed in FP32, rounded once"
     def __init__(self,
-        overflow:str='inf', # 'inf', as on a GPU; 'saturate': clip every op's FP16 result at ±65504, on any device
+        overflow:str='inf', # 'inf', as on a GPU; 'saturate': FP16 results clipped at ±65504
     ):
         if overflow not in ('inf', 'saturate'):
-            raise ValueError(f"fp32_accumulate knows no overflow {overflow!r}: take 'inf', as on a GPU, "
-                             "or 'saturate', which clips at ±65504.")
+            raise ValueError(f"fp32_accumulate knows no overflow {overflow!r}: take 'inf', as on "
+                             "a GPU, or 'saturate', which clips at ±65504.")
         super().__init__(overflow=overflow)
         self.saturate = overflow == 'saturate'
 
@@ -129,8 +150,9 @@ def half_compute(
 
 # %% ../nbs/23_tensorcore.ipynb #d8bd58ff
 #| code-fold: true
-_UNCLIPPED = overloads('_unsafe_view', 'unsafe_split', 'unsafe_split_with_sizes', 'empty', 'empty_like', 'new_empty',
-                       'empty_strided', 'new_empty_strided', 'resize_', 'resize_as_', 'set_')
+_UNCLIPPED = overloads(
+    '_unsafe_view', 'unsafe_split', 'unsafe_split_with_sizes', 'empty', 'empty_like', 'new_empty',
+    'empty_strided', 'new_empty_strided', 'resize_', 'resize_as_', 'set_')
 
 def _clip_(
     func, args, res, # a call and what it returned

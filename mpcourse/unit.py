@@ -42,8 +42,9 @@ def scaled(
     "Multiply by one number on the way forward and by another on the way back"
     if has_torch_function_unary(x): return handle_torch_function(scaled, (x,), x, fwd, bwd)
     if not x.is_floating_point():
-        raise ValueError(f'Scaling needs floating-point numbers, not {x.dtype}: cast the tensor first.')
-    if fwd == bwd: return x if fwd == 1 else x*fwd  # autograd's own gradient is already the right one
+        raise ValueError(f'Scaling needs floating-point numbers, not {x.dtype}: '
+                         'cast the tensor first.')
+    if fwd == bwd: return x if fwd == 1 else x*fwd      # autograd's own gradient is right
     if _exporting() and x.requires_grad and torch.is_grad_enabled():
         warnings.warn('torch.export drops the backward factors, and the exported program has other '
                       'gradients: export under torch.no_grad(), for inference.')
@@ -54,12 +55,17 @@ def unit_stds(
     f:Callable, # takes the tensors, in their order; returns a tensor
     **tensors, # its arguments, under names for the report; floating-point ones get gradients
 )->dict: # 'y' -> std of the output (a loss has none), and each name -> std of its gradient
-    "The standard deviations of an op's output and gradients, for an incoming gradient of unit scale"
-    args = {k: v.detach().clone().requires_grad_(v.is_floating_point()) for k,v in tensors.items()}
+    "Standard deviations of an op's output and gradients, for an incoming gradient of unit scale"
+    args = {}
+    for name, v in tensors.items():
+        args[name] = v.detach().clone().requires_grad_(v.is_floating_point())
     y = f(*args.values())
     y.backward(torch.randn_like(y) if y.dim() else None)
-    seen = {'y': y.detach() if y.dim() else None} | {k: v.grad for k,v in args.items()}
-    return {k: v.double().std().item() for k,v in seen.items() if v is not None}
+    stds = {}
+    if y.dim(): stds['y'] = y.detach().double().std().item()
+    for name, v in args.items():
+        if v.grad is not None: stds[name] = v.grad.double().std().item()
+    return stds
 
 # %% ../nbs/25_unit.ipynb #b408f17e
 def rsqrt(
@@ -83,7 +89,8 @@ def assert_unit_scaled(
     **tensors, # as in `unit_stds`
 ):
     "AssertionError that names the output or gradients that are not of unit scale"
-    off = {k: round(v, 3) for k,v in unit_stds(f, **tensors).items() if not abs(v - 1) <= tol}
+    stds = unit_stds(f, **tensors)
+    off = {k: round(v, 3) for k, v in stds.items() if not abs(v - 1) <= tol}
     assert not off, f'Not unit-scaled: {off} should be within {tol} of 1.'
 
 # %% ../nbs/25_unit.ipynb #2450ecdf
@@ -92,25 +99,30 @@ PARAMS = 'w', 'b' # names of parameters, whose gradients have factors of their o
 def unit_op(
     op:Callable, # takes the tensors, in their order
     factors:dict, # of 'y', and of the gradient of each tensor, by its name
-    before:float=1., # what the gradient is multiplied by before op's backward pass; the rest comes after
+    before:float=1., # factor on the gradient before op's backward pass; the rest comes after
     params=PARAMS, # names of those tensors that are parameters; op adds 'b' at its end
     **xs, # the tensors; None is handed on
 )->Tensor: # op(*xs)·factors['y'], where b has no factor
     "An op whose output and gradients get a factor each; ValueError for a tensor that has no scale"
-    f, given = factors, {n: x for n,x in xs.items() if x is not None}
-    for n,x in given.items():
+    given = {n: x for n, x in xs.items() if x is not None}
+    for n, x in given.items():
         if not (x.is_floating_point() and x.numel()):
-            raise ValueError(f'{n}, {x.dtype} of shape {tuple(x.shape)}, has no scale: give floating-point '
-                             'numbers, at least one.')
-    of_params = [f[n] for n in given if n in params]
+            raise ValueError(f'{n}, {x.dtype} of shape {tuple(x.shape)}, has no scale: '
+                             'give floating-point numbers, at least one.')
+    of_params = [factors[n] for n in given if n in params]
     if of_params and _in_fp16(*given.values()): before = of_params[0]
-    args = {n: scaled(x, 1/f['y'] if n == 'b' else 1., f[n]/before) for n,x in given.items()}
-    return scaled(op(*[args.get(n) for n in xs]), f['y'], before)
+    args = dict(xs)
+    for n, x in given.items():
+        fwd = 1/factors['y'] if n == 'b' else 1.
+        args[n] = scaled(x, fwd, factors[n]/before)
+    return scaled(op(*args.values()), factors['y'], before)
 
 def _in_fp16(x, *more):
-    "Whether sums over a batch may overflow, so that gradients of parameters are scaled before they are added up"
-    autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type)
-    return torch.float16 in [autocast, x.dtype, *[t.dtype for t in more]]
+    "May sums over a batch overflow, so that gradients of parameters are scaled before?"
+    for t in (x, *more):
+        if t.dtype is torch.float16: return True
+    kind = x.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
 
 # %% ../nbs/25_unit.ipynb #e663135e
 _MEANS = {
@@ -122,21 +134,23 @@ CONSTRAINTS = (*_MEANS, 'none')
 
 def constrain(
     ideal:dict, # factors by name: 'y' for the output, other names for the gradients of the inputs
-    constraint:str='geometric', # which mean takes the place of the tied factors: one of `CONSTRAINTS`
+    constraint:str='geometric', # which mean replaces the tied factors: one of `CONSTRAINTS`
     params=PARAMS, # names of parameters
 )->dict: # the same names; parameters keep their own factor, and with 'none' all do
     "One factor for the output and for every gradient that the cut-edge rule ties to it"
     if constraint not in CONSTRAINTS:
-        raise ValueError(f'There is no constraint {constraint!r}: there are {", ".join(CONSTRAINTS)}.')
+        raise ValueError(f'There is no constraint {constraint!r}: '
+                         f'there are {", ".join(CONSTRAINTS)}.')
     if constraint == 'none': return dict(ideal)
-    one = _MEANS[constraint](ideal['y'], [v for k,v in ideal.items() if k not in params])
-    return {k: v if k in params else one for k,v in ideal.items()}
+    tied = {k: v for k, v in ideal.items() if k not in params}
+    one = _MEANS[constraint](ideal['y'], list(tied.values()))
+    return ideal | dict.fromkeys(tied, one)
 
 # %% ../nbs/25_unit.ipynb #3989b5c2
 def unit_linear(
     x:Tensor, # (…, fan_in)
     w:Tensor, # (fan_out, fan_in), of unit variance
-    b:Tensor=None, # (fan_out,), from zero
+    b:Tensor|None=None, # (fan_out,), from zero
     constraint:str='geometric', # one of `CONSTRAINTS`
     power:float=.5, # the output is divided by fan_in to this power: 1 for small logits (u-μP)
 )->Tensor: # (…, fan_out)
@@ -146,7 +160,8 @@ def unit_linear(
     f['y'] *= max(fan_in, 1)**(.5 - power)
     return unit_op(F.linear, f, x=x, w=w, b=b)
 
-unit_readout = partial(unit_linear, constraint='none')  # behind the last layer there is only the loss
+# behind the last layer there is only the loss
+unit_readout = partial(unit_linear, constraint='none')
 
 # %% ../nbs/25_unit.ipynb #e387e7ab
 #| code-fold: true
@@ -174,14 +189,17 @@ def unit_elementwise(
     f:Callable, # acts on each number by itself
     x:Tensor, # any shape
     constraint:str='geometric', # one of `CONSTRAINTS`
-    ideal:dict=None, # factors of 'y' and 'x'; those in `ELEMENTWISE`, or found by quadrature, unless given
+    ideal:dict|None=None, # factors of 'y' and 'x'; None: as in `ELEMENTWISE`, or by quadrature
 )->Tensor: # like x
     "f(x), unit-scaled"
     c = constrain(ideal or ELEMENTWISE.get(f) or elementwise_factors(f), constraint)
     return unit_op(f, c, c['x'], x=x)
 
-unit_relu, unit_gelu, unit_silu, unit_tanh, unit_sigmoid = [
-    partial(unit_elementwise, f) for f in ELEMENTWISE]
+unit_relu = partial(unit_elementwise, F.relu)
+unit_gelu = partial(unit_elementwise, F.gelu)
+unit_silu = partial(unit_elementwise, F.silu)
+unit_tanh = partial(unit_elementwise, torch.tanh)
+unit_sigmoid = partial(unit_elementwise, torch.sigmoid)
 
 # %% ../nbs/25_unit.ipynb #e387e7aa
 #| code-fold: true
@@ -200,25 +218,27 @@ def softmax_sums(
     n:int, # numbers of entries
     upto:bool=False, # the means over rows of 1, 2, … n entries, as causal attention has them
 )->tuple: # E ΣP² and E Σ(P·(g − ΣPg))²
-    "For P = softmax of n normal numbers, and normal g: expected squares of P and of its gradient, by quadrature"
+    "For P = softmax of n normal numbers, and normal g: means of squares, by quadrature"
     z, u = np.linspace(-9, 9, 121), np.linspace(-25, 25, 251)
-    t, e, density = np.exp(u), np.exp(z), np.exp(-z*z/2)
+    t, e = np.exp(u), np.exp(z)
+    density = np.exp(-z*z/2)
     one = np.exp(-t[:, None]*e)*(density/density.sum())
-    p = [one @ e**k for k in range(5)]                  # E e^(kz)·exp(−t·e^z): the part of one entry
+    p = [one @ e**k for k in range(5)]          # E e^(kz)·exp(−t·e^z): the part of one entry
     n = np.arange(1. if upto else n, n + 1)
-    def total(k, f):                                    # 1/S^k = ∫ t^(k−1)·e^(−tS) dt/(k−1)!
+    def total(k, f):                            # 1/S^k = ∫ t^(k−1)·e^(−tS) dt/(k−1)!
         return (f*t**k/math.factorial(k - 1)).sum(-1)*(u[1] - u[0])
     rest = p[0]**(n[:, None] - 1)
-    s2, s3, s4 = (n*total(k, p[k]*rest) for k in (2, 3, 4))
+    def moment(k): return n*total(k, p[k]*rest)
     pairs = n*(n - 1)*total(4, p[2]**2*p[0]**np.maximum(n[:, None] - 2, 0))
-    return s2.mean().item(), np.maximum(s2 - 2*s3 + s4 + pairs, 0).mean().item()
+    of_gradient = np.maximum(moment(2) - 2*moment(3) + moment(4) + pairs, 0)
+    return moment(2).mean().item(), of_gradient.mean().item()
 
 # %% ../nbs/25_unit.ipynb #fd6f9b69
 #| code-fold: true
 def softmax_factors(
     n:int, # entries
 )->dict: # factor of 'y' and of the gradient of 'x'
-    "Ideal factors of a softmax over n normal numbers; for a single entry it is constant, and the factors are 1"
+    "Ideal factors of a softmax over n normal numbers; 1 for a single entry, which is constant"
     if n < 2: return dict(y=1., x=1.)
     s, h = softmax_sums(n)
     return dict(y=(s/n - 1/n**2)**-.5, x=(h/n)**-.5)
@@ -231,7 +251,8 @@ def attention_factors(
     "Ideal factors of attention, those of a softmax over the keys that each query sees"
     if keys < 2: return dict(y=1., q=1., k=1., v=rsqrt(queries))
     s, h = softmax_sums(keys, is_causal)
-    return dict(y=rsqrt(s), q=rsqrt(h*ratio), k=rsqrt(h*ratio*queries/keys), v=rsqrt(s*queries/keys))
+    k = rsqrt(h*ratio*queries/keys)
+    return dict(y=rsqrt(s), q=rsqrt(h*ratio), k=k, v=rsqrt(s*queries/keys))
 
 # %% ../nbs/25_unit.ipynb #7c547c13
 #| code-fold: true
@@ -241,10 +262,12 @@ def unit_matmul(
     constraint:str='geometric', # one of `CONSTRAINTS`
 )->Tensor: # (…, i, j)
     "left @ right, unit-scaled; both are activations, so all three factors are tied"
-    (i, k), j = left.shape[-2:], right.shape[-1]
+    i, k = left.shape[-2:]
+    j = right.shape[-1]
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]).numel()
-    uses = [batch//max(t.shape[:-2].numel(), 1) for t in (left, right)]     # of a matrix that is broadcast
-    f = constrain(dict(y=rsqrt(k), left=rsqrt(j*uses[0]), right=rsqrt(i*uses[1])), constraint)
+    left_uses = batch//max(left.shape[:-2].numel(), 1)          # of a matrix that is broadcast
+    right_uses = batch//max(right.shape[:-2].numel(), 1)
+    f = constrain(dict(y=rsqrt(k), left=rsqrt(j*left_uses), right=rsqrt(i*right_uses)), constraint)
     return unit_op(torch.matmul, f, left=left, right=right)
 
 def unit_softmax(
@@ -263,32 +286,36 @@ def unit_attention(
     k:Tensor, # (…, keys, d)
     v:Tensor, # (…, keys, features)
     is_causal:bool=False, # query i sees keys 0…i; needs as many queries as keys
-    context:int=None, # keys that the factors are meant for, where lengths vary; the present number unless given
+    context:int|None=None, # keys that the factors are meant for, where lengths vary; None: keys
     constraint:str='geometric', # one of `CONSTRAINTS`
 )->Tensor: # (…, queries, features)
     "Scaled dot-product attention, unit-scaled, by torch's own kernel"
     queries, keys = q.shape[-2], k.shape[-2]
     if is_causal and queries != keys:
-        raise ValueError(f'Causal attention of {queries} queries over {keys} keys is not defined: give as many keys.')
-    if context: queries, keys = context if is_causal else queries, context
+        raise ValueError(f'Causal attention of {queries} queries over {keys} keys is not defined: '
+                         'give as many keys.')
+    if context: keys = context
+    if context and is_causal: queries = context
     ratio = v.shape[-1]/max(q.shape[-1], 1)
     f = constrain(attention_factors(queries, keys, is_causal, ratio), constraint)
-    return unit_op(partial(F.scaled_dot_product_attention, is_causal=is_causal), f, f['q'], q=q, k=k, v=v)
+    op = partial(F.scaled_dot_product_attention, is_causal=is_causal)
+    return unit_op(op, f, f['q'], q=q, k=k, v=v)
 
 # %% ../nbs/25_unit.ipynb #69468889
 #| code-fold: true
 def unit_norm(
     op:Callable, # normalises: takes x, w and b
     x:Tensor, # any shape
-    w:Tensor=None, b:Tensor=None, # from one, and from zero
-    features:int=1, # how many weights there are; each one's gradient sums over x.numel()/features entries
+    w:Tensor|None=None, b:Tensor|None=None, # from one, and from zero
+    features:int=1, # number of weights; each one's gradient sums over x.numel()/features entries
 )->Tensor: # like x
     "A norm: its output has unit scale already, and so has the gradient of x"
     f = rsqrt(x.numel()/max(features, 1))
     return unit_op(op, dict(y=1., x=1., w=f, b=f), x=x, w=w, b=b)
 
 def unit_layer_norm(
-    x:Tensor, shape:tuple, w:Tensor=None, b:Tensor=None, eps:float=1e-5, # as for `F.layer_norm`
+    x:Tensor, shape:tuple, # as for `F.layer_norm`
+    w:Tensor|None=None, b:Tensor|None=None, eps:float=1e-5, # likewise
 )->Tensor: # like x
     "LayerNorm, with unit-scaled gradients of its parameters"
     return unit_norm(lambda x, w, b: F.layer_norm(x, shape, w, b, eps), x, w, b, math.prod(shape))
@@ -313,7 +340,7 @@ def unit_dropout(
 # %% ../nbs/25_unit.ipynb #5026a9e7
 #| code-fold: true
 class unscaled_gradients(TorchFunctionMode):
-    "Inside, every `scaled` has its forward factor on the way back, too: autograd's gradients of the same function"
+    "Inside, `scaled` has its forward factor on the way back, too: autograd's gradients"
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is scaled: return scaled(args[0], args[1], args[1])
         return func(*args, **(kwargs or {}))
@@ -322,57 +349,71 @@ class unscaled_gradients(TorchFunctionMode):
 #| code-fold: true
 def _gradients(model, inputs, loss_func):
     "Gradients by name, in float64, always with the same random numbers"
-    xs = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in inputs]
     wanted = {}
     if isinstance(model, nn.Module):
         model = deepcopy(model).double()
-        wanted = {n: p for n,p in model.named_parameters() if p.requires_grad}
-    wanted |= {f'input {i}': x for i,x in enumerate(xs) if x.requires_grad}
+        wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    xs = list(inputs)
+    for i, x in enumerate(inputs):
+        if not x.is_floating_point(): continue
+        xs[i] = x.detach().double().requires_grad_()
+        wanted[f'input {i}'] = xs[i]
     with torch.random.fork_rng(devices={p.device for p in wanted.values() if p.is_cuda}):
         torch.manual_seed(0)
         y = model(*xs)
-        loss = loss_func(y) if loss_func else y if not y.dim() else (y*torch.randn_like(y)).sum()
-        grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    return {n: g for n,g in zip(wanted, grads) if g is not None}
+        if loss_func: y = loss_func(y)
+        elif y.dim(): y = (y*torch.randn_like(y)).sum()
+        grads = torch.autograd.grad(y, list(wanted.values()), allow_unused=True)
+    return {n: g for n, g in zip(wanted, grads) if g is not None}
 
 def gradient_cosines(
     model, # a module, or a function of tensors, which returns a tensor
     *inputs, # the tensors
-    loss_func:Callable=None, # its output -> 0-dim loss; a random weighted sum of the output unless given
+    loss_func:Callable|None=None, # its output -> 0-dim loss; None: a random weighted sum
 )->dict: # name of each parameter, and 'input i' -> cosine between its gradient and the true one
-    """Compare each gradient's direction with that of the unscaled model: the same function, and autograd's gradients
+    """Compare each gradient's direction with that of the unscaled model
 
-    Where ours and the true gradient are 1e-10 of the largest or less, both are zero up to rounding and count as 1."""
+    That is the same function with autograd's gradients. Where ours and the true gradient are
+    1e-10 of the largest or less, both are zero up to rounding and count as 1."""
     ours = _gradients(model, inputs, loss_func)
     with unscaled_gradients(): true = _gradients(model, inputs, loss_func)
-    tiny = [1e-10*max([g.norm() for g in gs.values()], default=0.) for gs in (ours, true)]
-    def cos(a, b):
-        if a.norm() <= tiny[0] and b.norm() <= tiny[1]: return 1.   # such as a bias before BatchNorm
-        return ((a*b).sum()/(a.norm()*b.norm()).clamp(min=1e-300)).item()
-    return {n: cos(g, true[n]) for n,g in ours.items()}
+    tiny_ours = 1e-10*max(map(torch.norm, ours.values()), default=0.)
+    tiny_true = 1e-10*max(map(torch.norm, true.values()), default=0.)
+    cosines = {}
+    for n, a in ours.items():
+        b = true[n]
+        zero = a.norm() <= tiny_ours and b.norm() <= tiny_true  # such as a bias before BatchNorm
+        cosine = (a*b).sum()/(a.norm()*b.norm()).clamp(min=1e-300)
+        cosines[n] = 1. if zero else cosine.item()
+    return cosines
 
 # %% ../nbs/25_unit.ipynb #474443f6
 #| code-fold: true
 def assert_true_directions(
-    model, *inputs, loss_func:Callable=None, # as in `gradient_cosines`
+    model, *inputs, loss_func:Callable|None=None, # as in `gradient_cosines`
     tol:float=1e-6, # how far below 1 a cosine may be
 ):
     "AssertionError that names the gradients that point elsewhere than those of the unscaled model"
     cos = gradient_cosines(model, *inputs, loss_func=loss_func)
     off = {n: round(c, 7) for n,c in cos.items() if not c >= 1 - tol}
-    assert not off, (f"These gradients point elsewhere than the unscaled model's (their cosines): {off}. Some op "
-                     'whose input is not a cut edge has another factor backward than forward: give it a constraint.')
+    assert not off, (
+        f"These gradients point elsewhere than the unscaled model's (their cosines): {off}. "
+        'Some op whose input is not a cut edge has another factor backward than forward: '
+        'give it a constraint.')
 
 # %% ../nbs/25_unit.ipynb #425d870d
 def weighted_add(
     *xs:Tensor, # terms of unit scale, of shapes that can be broadcast
-    weights:tuple=None, # one for each term, of which only the ratios count; all equal unless given
+    weights:tuple|None=None, # one for each term; only their ratios count; None: all equal
 )->Tensor: # the weighted sum
     "A sum of unit scale, with its own gradients"
-    ws = [1.]*len(xs) if weights is None else weights
-    norm = sum([w*w for w in ws])**-.5
-    y, *rest = [scaled(x, w*norm, w*norm) for w,x in zip(ws, xs, strict=True)]
-    for x in rest: y = y + x
+    if weights is None: weights = [1.]*len(xs)
+    squares = 0
+    for w in weights: squares += w*w
+    norm = squares**-.5
+    terms = [scaled(x, w*norm, w*norm) for w, x in zip(weights, xs, strict=True)]
+    y = terms[0]
+    for term in terms[1:]: y = y + term
     return y
 
 # %% ../nbs/25_unit.ipynb #69a618f1
@@ -380,7 +421,7 @@ def residual_split(
     x:Tensor, # the stream
     tau:float, # the branch's share of the variance of the sum, between 0 and 1
 )->tuple: # what enters the branch, and what skips it
-    "Begin a residual branch: here its gradient, of unit scale inside, gets the branch's weight √τ"
+    "Begin a residual branch: its gradient, unit-scaled inside, gets the branch's weight √τ here"
     if not 0 < tau < 1: raise ValueError(f'tau={tau} is a share of the variance: take 0 < tau < 1.')
     return scaled(x, 1., tau**.5), x
 
@@ -395,7 +436,7 @@ def residual_add(
 def running_tau(
     layer:int, # number of the residual layer, from 1
 )->float: # 1/(layer + 1)
-    "The share of each branch in a running mean: in the end the input and all branches weigh the same"
+    "The share of each branch in a running mean: in the end input and branches weigh the same"
     return 1/(layer + 1)
 
 # %% ../nbs/25_unit.ipynb #0eebe4aa
@@ -404,15 +445,19 @@ def unit_cross_entropy(
     y:Tensor, # classes (…), integers
     ignore_index:int=-100, # targets that are left out
     label_smoothing:float=0., # 0 ≤ … < 1, as in `F.cross_entropy`
-)->Tensor: # 0-dim, FP32 for half logits: the mean over the targets that are not ignored, 0 if all are
-    "Cross-entropy; its gradient, at logits near zero, has unit scale whatever the number of targets"
-    classes, kw = x.shape[-1], dict(ignore_index=ignore_index, label_smoothing=label_smoothing)
-    if y.shape != x.shape[:-1] or y.is_floating_point() or classes < 2 or not 0 <= label_smoothing < 1:
-        raise ValueError('unit_cross_entropy needs logits (…, at least 2 classes), targets (…) of integers and '
-                         f'0 ≤ label_smoothing < 1: it got {tuple(x.shape)}, {tuple(y.shape)} of {y.dtype} and '
-                         f'{label_smoothing}.')
+)->Tensor: # 0-dim, FP32 for half logits: mean over the targets that are not ignored, 0 if all are
+    "Cross-entropy; its gradient at logits near zero has unit scale for any number of targets"
+    classes = x.shape[-1]
+    fits = y.shape == x.shape[:-1] and not y.is_floating_point() and classes >= 2
+    if not fits or not 0 <= label_smoothing < 1:
+        raise ValueError(
+            'unit_cross_entropy needs logits (…, at least 2 classes), targets (…) of integers '
+            f'and 0 ≤ label_smoothing < 1: it got {tuple(x.shape)}, {tuple(y.shape)} of {y.dtype} '
+            f'and {label_smoothing}.')
     def op(x):
-        total = F.cross_entropy(x.to(_wide(x)).reshape(-1, classes), y.flatten(), reduction='sum', **kw)
+        logits = x.to(_wide(x)).reshape(-1, classes)
+        total = F.cross_entropy(logits, y.flatten(), reduction='sum', ignore_index=ignore_index,
+                                label_smoothing=label_smoothing)
         return total/(y != ignore_index).sum().clamp(min=1)
     f = y.numel()*classes/((1 - label_smoothing)*(classes - 1)**.5)
     return unit_op(op, dict(y=1., x=f), f or 1., x=x)
@@ -423,7 +468,8 @@ def unit_mse(
 )->Tensor: # 0-dim, FP32 for half predictions
     "Mean squared error; its gradient has unit scale where both are unit and independent"
     if x.shape != y.shape:
-        raise ValueError(f'Shapes {tuple(x.shape)} and {tuple(y.shape)} differ: give one target for each.')
+        raise ValueError(f'Shapes {tuple(x.shape)} and {tuple(y.shape)} differ: '
+                         'give one target for each.')
     f = x.numel()*8**-.5
     def op(x, y): return F.mse_loss(x.to(_wide(x)), y.to(_wide(y)))
     return unit_op(op, dict(y=1., x=f, target=f), f or 1., x=x, target=y)

@@ -1135,7 +1135,7 @@ BAD = [
     (lambda: unit_cross_entropy(r(4, 1), torch.zeros(4, dtype=torch.int64)), r'\(4, 1\)'),
     (lambda: unit_cross_entropy(r(4, 10), torch.zeros(4, dtype=torch.int64), label_smoothing=1.), '1.0'),
     (lambda: unit_cross_entropy(r(0, 10), torch.zeros(0, dtype=torch.int64)), r'\(0, 10\)'),
-    (lambda: unit_mse(r(4, 1), r(4)), r'\(4, 1\) with \(4,\)'), (lambda: unit_mse(r(0, 4), r(0, 4)), r'\(0, 4\)'), (lambda: unit_dropout(r(4), 1.1), '1.1')]
+    (lambda: unit_mse(r(4, 1), r(4)), r'\(4, 1\) and \(4,\)'), (lambda: unit_mse(r(0, 4), r(0, 4)), r'\(0, 4\)'), (lambda: unit_dropout(r(4), 1.1), '1.1')]
 
 
 @each('f,value', BAD)
