@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from fastai.basics import Callback, CancelBatchException, find_bs, Learner
+from fastai.basics import Callback, CancelBatchException, detuplify, find_bs, Learner
 from fastcore.basics import patch
 
 from .accumulate import RunningMean
@@ -30,12 +30,15 @@ from .underflow import note_flushed
 
 # %% ../nbs/89_learner.ipynb #89c4ec0a
 class MonitorCB(ContextCB):
-    "A `TensorCollector` for a Learner; it finds optimizer and scaler, and takes its hooks off at the end of fit"
+    "A `TensorCollector` for a Learner; it finds optimizer and scaler, and takes its hooks off"
     order = 95 # after the step and everything that belongs to it
     def __init__(self,
         every=10, # as for `TensorCollector`
         **kwargs, # for it
-    ): self.kwargs, self.collector, self.steps = dict(every=every, **kwargs), None, 0
+    ):
+        self.kwargs = dict(every=every, **kwargs)
+        self.collector = None
+        self.steps = 0
 
     def contexts(self):
         "Around each epoch"
@@ -50,16 +53,21 @@ class MonitorCB(ContextCB):
     @contextmanager
     def one_epoch(self):
         "Put hooks on while an epoch runs, and take them off after it, also after an exception"
-        c, learn = self.collector, self.learn
-        if is_training(learn):
-            c.model, c.opt = learn.model, self.kwargs.get('opt', learn.opt)
-            # ours, or fastai's
-            scalers = [vars(cb)['scaler'] for cb in learn.cbs if 'scaler' in vars(cb)]
-            c.scaler = self.kwargs.get('scaler', scalers[0] if scalers else None)
+        c = self.collector
+        if is_training(self.learn):
+            c.model = self.learn.model
+            c.opt = self.kwargs.get('opt', self.learn.opt)
+            c.scaler = self.kwargs.get('scaler', self.scaler_in_use())
             c.open()
         try: yield
         finally:
             if c: c.close()
+
+    def scaler_in_use(self):
+        "The scaler of the first callback that has one, ours or fastai's; None without one"
+        for cb in self.learn.cbs:
+            if 'scaler' in vars(cb): return vars(cb)['scaler']
+        return None
 
     def before_batch(self):
         "Continue the count of steps after a checkpoint was read"
@@ -76,7 +84,8 @@ class MonitorCB(ContextCB):
     @property
     def records(self):
         "As `TensorCollector.records`"
-        return self.collector.records if self.collector else []
+        if self.collector is None: return []
+        return self.collector.records
 
     def frame(self, last=None):
         "As `TensorCollector.frame`"
@@ -87,31 +96,37 @@ class MonitorCB(ContextCB):
 # %% ../nbs/89_learner.ipynb #e3081c0e
 @patch
 def switch(self:MixedPrecisionCB,
-    scaler:LossScaler=None, # the policy from the next batch on; BF16 takes none
+    scaler:LossScaler|None=None, # the policy from the next batch on; BF16 takes none
     dtype='fp16', # or 'bf16'
 ):
-    "Change the scheme during a fit, between two batches; gradients that were accumulated are dropped"
-    self.dtype, self.scaler = validate_scheme(dtype, scaler), scaler or StaticScaler(1.)
+    "Change the scheme during a fit, between two batches; accumulated gradients are dropped"
+    self.dtype = validate_scheme(dtype, scaler)
+    self.scaler = scaler or StaticScaler(1.)
     self.learn.opt.zero_grad()                          # the old scale is in what waits
     if self.stats.watched: self.stats.watched.remove()
-    number, self.stats = self.stats.number, StepController(self.scaler, self.learn.model, self.group)
+    number = self.stats.number
+    self.stats = StepController(self.scaler, self.learn.model, self.group)
     self.stats.number = number
 
 # %% ../nbs/89_learner.ipynb #00d388f6
 class WarnCB(Callback):
-    "Adds the flushed shares to the Learner's `MonitorCB`, judges its collections, and acts at the first warning"
+    "Adds the flushed shares to a `MonitorCB`, judges its collections, acts at the first warning"
     order = 96 # after `MonitorCB`
     def __init__(self,
         on_warn=lambda verdict, learn: warn_user(str(verdict)), # (verdict, learner) -> what to do
         limit:float=.99, # as for `early_warning`
-    ): self.on_warn, self.limit, self.verdict, self.warning = on_warn, limit, None, None
+    ):
+        self.on_warn = on_warn
+        self.limit = limit
+        self.verdict = None     # the latest
+        self.warning = None     # the first that warns
 
     def before_batch(self):
         "Probe the micro-batch, if a collection is due"
-        c, mixed = self.learn.monitor_cb.collector, getattr(self.learn, 'mixed_precision_cb', None)
+        c = self.learn.monitor_cb.collector
+        mixed = getattr(self.learn, 'mixed_precision_cb', None)
         if not self.learn.training or c is None or c.seen is None or mixed is None: return
-        xs, ys = self.learn.xb, self.learn.yb
-        batch = xs if len(xs) > 1 else xs[0], ys[0] if len(ys) == 1 else ys
+        batch = detuplify(self.learn.xb), detuplify(self.learn.yb)
         kind = next(self.learn.model.parameters()).device.type
         compute = partial(half_compute, kind, mixed.compute)
         note_flushed(c, batch, self.learn.loss_func, dtype=mixed.dtype, compute=compute)
@@ -140,17 +155,21 @@ class ALSFrame:
     def verdict(self)->str:
         "In words"
         if self.next_scale == self.scale: return 'stay'
-        return 'double' if self.next_scale > self.scale else 'halve'
+        if self.next_scale > self.scale: return 'double'
+        return 'halve'
 
 # %% ../nbs/89_learner.ipynb #89c4ec16
 class ALSViewCB(Callback):
-    "Show ALS at work in a Learner: `learn.als_view.frames` keeps what it saw, `show()` draws the newest"
-    order, name = 90, 'als_view'
+    "Shows ALS at work in a Learner: `frames` keeps what it saw, `show()` draws the newest"
+    order = 90
+    name = 'als_view'
     def __init__(self,
         every:int=10, # steps between pictures
     ):
         validate_steps('every', every, 10)
-        self.every, self.frames, self.scales, self.hooks, self.out = every, [], [], [], None
+        self.every = every
+        self.frames, self.scales, self.hooks = [], [], []
+        self.out = None     # a widget, once `show` has made it
 
     def before_fit(self):
         "Find the scaler; ValueError if there is none, or another one"
@@ -160,7 +179,8 @@ class ALSViewCB(Callback):
                              'first.')
         if self.learn.lock.locked(): return                  # a validation
         self.after_fit()
-        self.scaler, self.frames, self.scales = scalers[0], [], []
+        self.scaler = scalers[0]
+        self.frames, self.scales = [], []
         self.hook(self.scaler)
         self.begin()
 
@@ -173,7 +193,8 @@ class ALSViewCB(Callback):
     def begin(self):
         "Begin a step, and decide whether it is looked at"
         for h in self.hooks: h.active = len(self.scales) % self.every == 0
-        self.counts, self.zeros, self.bad, self.above = torch.zeros(64, dtype=torch.int64), 0, 0, 0
+        self.counts = torch.zeros(64, dtype=torch.int64)
+        self.zeros = self.bad = self.above = 0
         self.scale = self.scaler.scale.item()
 
     def see(self, name, kind, g):
@@ -181,7 +202,8 @@ class ALSViewCB(Callback):
         if kind == 'activation_grad' and g.dtype is not torch.float16: return
         h = log2_hist(g)
         self.counts.index_add_(0, (h.exponents + 40).clamp(0, 63), h.counts)
-        self.zeros, self.bad = self.zeros + h.n_zero, self.bad + h.n_nonfinite
+        self.zeros += h.n_zero
+        self.bad += h.n_nonfinite
         self.above += int((~(g.abs() < self.scaler.edge)).sum())
 
     def after_batch(self):
@@ -207,7 +229,8 @@ def plot(self:ALSViewCB,
     "The k-th picture: what was counted, the decision, and the scale until then"
     import matplotlib.pyplot as plt
     if not self.frames: raise ValueError('There is no picture yet: train first.')
-    f, edge = self.frames[k], self.scaler.edge
+    f = self.frames[k]
+    edge = self.scaler.edge
     fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3))
     plot_log2_hist(f.hist, left, fp16)
     left.axvspan(edge, 2.**17, color=CYCLE[2], alpha=.15, lw=0)
@@ -230,7 +253,8 @@ def show(self:ALSViewCB):
 # %% ../nbs/89_learner.ipynb #89c4ec08
 class RunningMeanCB(Callback):
     "One step for `n_acc` examples or more, whose gradients are averaged as they arrive"
-    order, run_valid = 6, False # before MixedPrecisionCB and GradientClip
+    order = 6           # before MixedPrecisionCB and GradientClip
+    run_valid = False
     def __init__(self, n_acc=32): self.n_acc = n_acc
 
     def before_fit(self):
@@ -248,7 +272,8 @@ def _torch_optimizer(learn):
     "Torch's Adam or SGD with the numbers of a Learner's optimizer, which stays as it is"
     was = learn.opt
     if was is None: learn.create_opt()
-    h, learn.opt = learn.opt.hypers[-1], was
+    h = learn.opt.hypers[-1]
+    learn.opt = was
     params = [p for p in learn.model.parameters() if p.requires_grad]
     if 'sqr_mom' in h: return torch.optim.Adam(params, h['lr'], (h['mom'], h['sqr_mom']), h['eps'])
     return torch.optim.SGD(params, h['lr'], h.get('mom', 0.))

@@ -18,7 +18,8 @@ def _grid_step(
     fmt:FloatFormat, # the target
 )->torch.Tensor: # like x
     "The target's step at each element: constant in an octave, and no smaller among the subnormals"
-    ints, exponent = (torch.int64, 0x7ff << 52) if x.dtype == torch.float64 else (torch.int32, 0x7f800000)
+    if x.dtype == torch.float64: ints, exponent = torch.int64, 0x7ff << 52
+    else: ints, exponent = torch.int32, 0x7f800000
     octave = (x.view(ints) & exponent).view(x.dtype)
     return octave.clamp(fmt.tiny, 2.**fmt.emax).mul_(2.**-fmt.man_bits)
 
@@ -33,9 +34,9 @@ def _beyond(
 )->torch.Tensor: # like r, within fmt's range
     "Apply `overflow` to values beyond the format's largest"
     if overflow == 'saturate': return r.clamp(-fmt.max, fmt.max)
-    # it only cuts
-    if rounding == 'toward_zero': r = torch.where(r.isinf(), r, r.clamp(-fmt.max, fmt.max))
-    fate = torch.tensor(torch.inf if overflow == 'inf' else torch.nan, dtype=r.dtype, device=r.device)
+    if rounding == 'toward_zero':           # a finite number is cut, and never reaches infinity
+        r = torch.where(r.isinf(), r, r.clamp(-fmt.max, fmt.max))
+    fate = torch.full_like(r, dict(inf=torch.inf, nan=torch.nan)[overflow])
     return torch.where(r.abs() > fmt.max, fate.copysign(r), r)
 
 # %% ../nbs/02_rounding.ipynb #61bea8df
@@ -43,7 +44,7 @@ ROUNDINGS = ('nearest', 'stochastic', 'toward_zero')
 
 def _by_chance(
     q:torch.Tensor, # numbers, in units of the step
-    generator:torch.Generator=None, # on q's device; torch's default one if None
+    generator:torch.Generator|None=None, # on q's device; torch's default one if None
 )->torch.Tensor: # integers; a sign is kept, also of zero
     "Round up with the fractional part as probability; the mean is q to within 2^-24"
     low = q.floor()
@@ -54,7 +55,7 @@ def _round_to_grid(
     x:torch.Tensor, # float32 or float64
     fmt:FloatFormat, # the target
     rounding:str, # one of ROUNDINGS
-    generator:torch.Generator=None, # for 'stochastic'
+    generator:torch.Generator|None=None, # for 'stochastic'
 )->torch.Tensor: # like x, multiples of fmt's step; beyond its range, of the last octave's step
     "Divide by the step, round, multiply"
     step = _grid_step(x, fmt)
@@ -101,21 +102,25 @@ def _holds(
     "True if casting fmt's values to dtype changes none of them"
     if dtype == torch.float64: return True
     d = get_format(dtype)
-    return (d.man_bits >= fmt.man_bits and d.smallest_subnormal <= fmt.smallest_subnormal and d.max >= fmt.max
-            and d.has_inf >= fmt.has_inf and d.has_nan >= fmt.has_nan)
+    numbers = d.man_bits >= fmt.man_bits and d.smallest_subnormal <= fmt.smallest_subnormal
+    ends = d.max >= fmt.max and d.has_inf >= fmt.has_inf and d.has_nan >= fmt.has_nan
+    return numbers and ends
 
 def _validate(x, fmt, rounding, overflow):
     "ValueError or TypeError for what quantize cannot do"
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        got = f'a tensor of {x.dtype}' if isinstance(x, torch.Tensor) else f'{x!r}'
+        got = f'{x!r}'
+        if isinstance(x, torch.Tensor): got = f'a tensor of {x.dtype}'
         raise TypeError(f'quantize got {got}, and rounds only floating-point tensors and numbers: '
                         'call .float().')
-    for what, choice, there in (('rounding', rounding, ROUNDINGS), ('overflow', overflow, OVERFLOWS)):
+    choices = (('rounding', rounding, ROUNDINGS), ('overflow', overflow, OVERFLOWS))
+    for what, choice, there in choices:
         if choice not in there:
             raise ValueError(f'There is no {what} {choice!r}: take one of {", ".join(there)}.')
     lacks = {'inf': not fmt.has_inf, 'nan': not fmt.has_nan}.get(overflow)
     if lacks:
-        there = "'saturate' or 'nan'" if fmt.has_nan else "'saturate'"
+        there = "'saturate'"
+        if fmt.has_nan: there += " or 'nan'"
         raise ValueError(f'{fmt.name} has no {overflow}, so overflow={overflow!r} cannot work: '
                          f'take {there}.')
     # a maximum is NaN if any element is
@@ -129,18 +134,21 @@ def quantize(
     x:torch.Tensor|float, # floating-point of any dtype, shape and device, or a Python number
     fmt:FloatFormat|str, # the target, or its name
     rounding:str='nearest', # 'nearest' (ties to even), 'stochastic' or 'toward_zero'
-    overflow:str='saturate', # what numbers beyond the largest become: 'saturate' (±max), 'inf' or 'nan'
+    overflow:str='saturate', # what becomes of larger numbers: 'saturate' (±max), 'inf' or 'nan'
     subnormals:bool=True, # False: results that would be subnormal become zero
-    generator:torch.Generator=None, # for 'stochastic', on x's device
-)->torch.Tensor|float: # same shape and device, no gradient; x's dtype if it can hold fmt's values, else float32 or 64
+    generator:torch.Generator|None=None, # for 'stochastic', on x's device
+)->torch.Tensor|float: # without gradient; in x's dtype if it holds fmt's values, else float32 or 64
     "Round to a format's values; ValueError or TypeError if that is not possible"
     if isinstance(x, (int, float)) and not isinstance(x, bool):
-        return quantize(torch.tensor(x, dtype=torch.float64), fmt, rounding, overflow, subnormals, generator).item()
+        x = torch.tensor(x, dtype=torch.float64)
+        return quantize(x, fmt, rounding, overflow, subnormals, generator).item()
     fmt = get_format(fmt)
     _validate(x, fmt, rounding, overflow)
-    work = torch.float32 if x.dtype != torch.float64 and _holds(torch.float32, fmt) else torch.float64
+    work = torch.float32
+    if x.dtype == torch.float64 or not _holds(torch.float32, fmt): work = torch.float64
     out = x.dtype if _holds(x.dtype, fmt) else work
-    w, plain = x.to(work), rounding == 'nearest' and subnormals and work == torch.float32
+    w = x.to(work)
+    plain = rounding == 'nearest' and subnormals and work == torch.float32
     if plain and _has_native(fmt, overflow, x.device.type): return _native(w, fmt, overflow).to(out)
     r = _beyond(_round_to_grid(w, fmt, rounding, generator), fmt, rounding, overflow)
     return _small(r, fmt, subnormals).to(out)

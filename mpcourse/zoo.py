@@ -21,7 +21,8 @@ def cnn(
     width: int = 8,  # channels of the first convolution, half those of the second
 ) -> nn.Sequential: # images (N, 1, 8, 8) to logits (N, 10)
     "Two convolutions, each with BatchNorm"
-    def block(i, o, stride): return [nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
+    def block(i, o, stride):
+        return [nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
     with seeded(seed):
         net = nn.Sequential(*block(1, width, 1), *block(width, 2*width, 2), nn.Flatten(), nn.Linear(2*width*16, 10))
     return net.to(device)
@@ -122,18 +123,21 @@ class Study:
         return float(vs[0]), float(vs[(len(vs) - 1) // 2]), float(vs[-1])
 
     def table(self) -> dict:
-        "row -> name of the number -> (lowest, median, highest) over the seeds; NaN counts as the highest"
-        names = {r['row']: list(r['value']) for r in self.results}
-        return {row: {k: self._spread(row, k) for k in names[row]} for row in self.rows}
+        "row -> name of the number -> (lowest, median, highest) over the seeds; NaN is the highest"
+        spreads = {row: {} for row in self.rows}
+        for r in self.results:
+            for name in r['value']: spreads[r['row']][name] = self._spread(r['row'], name)
+        return spreads
 
     def misses(self, row, found) -> dict:
-        "Numbers of a new run that lie outside the stored spread, widened by itself (or a tenth) on each side"
+        "Numbers of a new run outside the stored spread, widened by itself (or a tenth) on each side"
         out = {}
-        for k, v in found.items():
-            *vs, x = [math.inf if math.isnan(u) else u for u in [*self.values(row, k), v]]
-            low, high = min(vs), max(vs)
+        for name, number in found.items():
+            stored = np.nan_to_num(self.values(row, name), nan=math.inf, posinf=math.inf, neginf=-math.inf)
+            new = math.inf if math.isnan(number) else number
+            low, high = float(stored.min()), float(stored.max())
             wide = high - low or abs(low)/10
-            if not (x in vs or low - wide <= x <= high + wide): out[k] = (v, low, high)
+            if new not in stored and not low - wide <= new <= high + wide: out[name] = number, low, high
         return out
 
     @property
