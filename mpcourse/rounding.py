@@ -18,9 +18,9 @@ def _grid_step(
     fmt:FloatFormat, # the target
 )->torch.Tensor: # like x
     "The target's step at each element: constant in an octave, and no smaller among the subnormals"
-    if x.dtype == torch.float64: ints, exponent = torch.int64, 0x7ff << 52
-    else: ints, exponent = torch.int32, 0x7f800000
-    octave = (x.view(ints) & exponent).view(x.dtype)
+    if x.dtype == torch.float64: bits = x.view(torch.int64) & (0x7ff << 52)     # the exponent alone
+    else: bits = x.view(torch.int32) & 0x7f800000
+    octave = bits.view(x.dtype)
     return octave.clamp(fmt.tiny, 2.**fmt.emax).mul_(2.**-fmt.man_bits)
 
 # %% ../nbs/02_rounding.ipynb #222193ab
