@@ -76,26 +76,19 @@ M = [Mutant(*row) for row in (
     # the reduction over ranks
     # the look and the unscaling, and their order
     # half weights and masters
-    ('master', 'self.before = model, dtype, {}', 'self.before = model, torch.bfloat16, {}', 2, 'computes_in_half'),
-    ('master', 'self._put_back(n)', 'pass', 2, 'a_copy_taken'),
-    ('master', '            if old is None: m.__dict__.pop(name, None)\n            else: m.__dict__[name] = old\n', '', 2, 'plain'),
-    ('master', 'return partial, (self.plain,)', 'return HalfForward, (self.module, self.owner)', 2, 'a_copy_taken'),
-    ('master', 'if p.is_floating_point() and p.dtype != torch.float32:', 'if False:', 6, 'wide_or_bf16'),
-    ('master', 'with self.autocast(): yield', 'yield', 6, 'buffer_meets'),
-    ('master', 'masters = [[_wide(p).clone() for p in g] for g in groups]', 'masters = [[_wide(p.half()).clone() for p in g] for g in groups]', 6, 'masters'),
+    ('master', 'masters.append(_wide(p).clone())', 'masters.append(_wide(p.half()).clone())', 6, 'masters'),
     ('master', 'm.grad = None if g is None else _wide(g)*inv_scale', 'm.grad = None if g is None else _wide(g*inv_scale)', 6, 'masters'),
-    ('master', 'for p, m in zip(ps, new, strict=True): p.copy_(m)', 'pass', 6, 'masters'),
-    ('master', 'for n in (\'_flat_weights\', \'_flat_weight_refs\'): put(m, n, ())', 'pass', 2, 'plain'),
+    ('master', 'for p, m in zip(ps, ms, strict=True): p.copy_(m)', 'pass', 6, 'masters'),
     # the cast policy, and norms in FP32
-    ('half', 'policy[name] = torch.float32 if buffer or m in wide else dtype', 'policy[name] = dtype', 6, 'casts_all or norm'),
-    ('half', 'torch.float32 if buffer or m in wide else dtype', 'torch.float32 if m in wide else dtype', 6, 'rotary'),
+    ('half', 'policy[name] = torch.float32 if buffer or made_by_hook or m in wide else dtype', 'policy[name] = dtype', 6, 'casts_all or norm'),
+    ('half', 'torch.float32 if buffer or made_by_hook or m in wide else dtype', 'torch.float32 if made_by_hook or m in wide else dtype', 6, 'rotary'),
     ('half', 'return is_norm(m) or isinstance(m, (_Loss, ParametrizationList))', 'return isinstance(m, (_Loss, ParametrizationList))', 6, 'casts_all or norm'),
-    ('half', 'if plain and keeps_fp32(m) and not takes_half(m): m.forward = FP32Forward(m, dtype)', 'if plain and keeps_fp32(m) and not takes_half(m): pass', 6, 'norm_computes'),
+    ('half', 'if keeps_fp32(m) and not takes_half(m): m.forward = FP32Forward(m, dtype)', 'if keeps_fp32(m) and not takes_half(m): pass', 6, 'norm_computes'),
     ('half', 'return out if isinstance(self.module, _Loss) else cast(out, self.dtype)', 'return out', 6, 'norm_computes'),
     ('half', 'with torch.autocast(device, self.dtype): out', 'with torch.autocast(device, self.dtype, False): out', 6, 'buffer_meets'),
     ('half', 'setattr(m, name, False)', 'pass', 6, 'padding_mask'),
     ('half', "    _remove_casts(model)\n    _set_dtypes(model, policy)\n    return model\n\n", "    _set_dtypes(model, policy)\n    return model\n\n", 6, 'back_to_fp32'),
-    ('half', "if dtype not in HALVES: raise", "if False: raise", 7, 'half_is'),
+    ('half', "if found in HALVES: return found", "return found", 7, 'half_is'),
     # the callback: restored whatever happens
     ('callback', 'self.learn.loss_grad = self.scaler.scale_loss(loss)', 'pass', 1, 'trains_as'),
     ('callback', 'if not may_step: raise CancelStepException', 'pass', 1, 'every_bit and callback'),
