@@ -81,9 +81,10 @@ def validate_not_scripted(
     model:nn.Module, # to be converted
 ):
     "ValueError for TorchScript, whose forward cannot be replaced"
-    if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
-        raise ValueError(f'{type(model).__name__} is TorchScript: '
-                         'convert the Python model, then script it.')
+    for m in model.modules():
+        if isinstance(m, torch.jit.ScriptModule):
+            raise ValueError(f'{type(model).__name__} is TorchScript: '
+                             'convert the Python model, then script it.')
 
 # %% ../nbs/06_half.ipynb #472d42c6
 def cast_policy(
@@ -118,7 +119,7 @@ def map_floats(
 ):  # the same nesting
     "Apply a function to every floating-point tensor"
     if isinstance(x, Tensor): return f(x) if x.is_floating_point() else x
-    if type(x) is dict: return {k: map_floats(f, v) for k, v in x.items()}  # compiles, and copy does not
+    if type(x) is dict: return {k: map_floats(f, v) for k, v in x.items()} # compiles; copy does not
     if isinstance(x, MutableMapping):
         res = copy(x)                                        # a defaultdict stays what it is
         for k, v in x.items(): res[k] = map_floats(f, v)
@@ -143,9 +144,7 @@ def cast(
 class WrappedForward:
     "Takes the place of a module's `forward`, kept as `plain`; a subclass says what it does instead"
     def __init__(self, module, dtype):
-        self.module = module
-        self.dtype = dtype
-        self.plain = module.forward
+        self.module, self.dtype, self.plain = module, dtype, module.forward
         update_wrapper(self, self.plain)
 
 class FP32Forward(WrappedForward):
@@ -175,8 +174,8 @@ def as_came_in(
     out, # what it returned
 ):  # the output; as half where half came in and float32 of the same shape goes out
     "Return half outputs, as a module without FP32 buffers would"
-    x = args[0] if args else None
-    if not (isinstance(x, Tensor) and isinstance(out, Tensor)): return out
+    if not args or not isinstance(args[0], Tensor) or not isinstance(out, Tensor): return out
+    x = args[0]
     widened = x.dtype in HALVES and out.dtype == torch.float32 and out.shape == x.shape
     return out.to(x.dtype) if widened else out
 
