@@ -125,7 +125,7 @@ class ContextCB(Callback):
         vars(self)['_learn'] = None
 
     # No event can do this: a fit looks up `_do_fit` before it calls `before_fit`, and Ctrl-C ends
-    # it without an event, so only what already stands around the whole fit can clean up. What fastai
+    # it without an event, so only what stands around the whole fit by then can clean up. What fastai
     # does earlier is to set `learn`: when a callback is added, and to None when it is removed.
     @property
     def learn(self):
@@ -139,7 +139,7 @@ class ContextCB(Callback):
 
 # %% ../nbs/12_callback.ipynb #0e1783b0
 class HalfPrecisionCB(ContextCB):
-    "Compute a Learner's batches in half precision, by autocast; weights and all that is saved stay FP32"
+    "Compute a Learner's batches in half precision, by autocast; weights and what is saved stay FP32"
     order = 10 # after GradientAccumulation, before GradientClip
     def __init__(self,
         dtype:str|torch.dtype, # of the forward and the backward pass: 'fp16' or 'bf16'
