@@ -69,14 +69,17 @@ def autocast_depth()->int: # 0 outside of all
 def preserve_modes(
     kind:str, # type of the device: 'cpu', 'cuda' …
 ): # a context
-    "Restore autocast, no_grad and modes at the end, even if Ctrl-C came while one was being entered or left"
-    was, dtype, depth = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), autocast_depth()
-    recording, modes = torch.is_grad_enabled(), len(_get_current_dispatch_mode_stack())
+    "Restore autocast, no_grad and modes at the end, even after Ctrl-C as one was entered or left"
+    enabled = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind)
+    depth = autocast_depth()
+    recording = torch.is_grad_enabled()
+    modes = len(_get_current_dispatch_mode_stack())
     try: yield
     finally:
         while len(_get_current_dispatch_mode_stack()) > modes: _pop_mode() # as `fp32_accumulate`
         torch.set_grad_enabled(recording)
-        torch.set_autocast_enabled(kind, was)
+        torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
         while autocast_depth() > depth: torch.autocast_decrement_nesting()
         if not depth: torch.clear_autocast_cache()
@@ -104,31 +107,47 @@ class ContextCB(Callback):
         "The methods and their contexts; a subclass defines them"
         return {}
 
+    def install(self,
+        learner:Learner, # whose methods are to run within contexts
+    ):
+        "Put the contexts around a Learner's methods; ValueError if either has contexts already"
+        taken = self.contexts().keys() & vars(learner).keys()
+        if self.learn is not None or taken: raise ValueError(
+            f'One {self} and one Learner belong together: first remove the other, with remove_cb.')
+        for method, context in self.contexts().items():
+            vars(learner)[method] = partial(run_in, context, learner, method)
+        vars(self)['_learn'] = learner
+
+    def remove(self):
+        "Give the Learner its own methods back"
+        for method in self.contexts():
+            if self.learn is not None: vars(self.learn).pop(method, None)
+        vars(self)['_learn'] = None
+
+    # No event can do this: a fit looks up `_do_fit` before it calls `before_fit`, and Ctrl-C ends
+    # it without an event, so only what stands around the whole fit by then can clean up. What fastai
+    # does earlier is to set `learn`: when a callback is added, and to None when it is removed.
     @property
     def learn(self):
-        "The Learner; fastai sets it when a callback is added, and to None when it is removed"
+        "The Learner, or None"
         return vars(self).get('_learn')
 
     @learn.setter
-    def learn(self, new):
-        old = self.learn
-        if new is not None and (old is not None or self.contexts().keys() & vars(new).keys()):
-            raise ValueError(f'One {self} and one Learner belong together: first remove the other, with remove_cb.')
-        for method, context in self.contexts().items():
-            if old is not None: vars(old).pop(method, None)
-            if new is not None: vars(new)[method] = partial(run_in, context, new, method)
-        vars(self)['_learn'] = new
+    def learn(self, learner):
+        if learner is None: self.remove()
+        else: self.install(learner)
 
 # %% ../nbs/12_callback.ipynb #0e1783b0
 class HalfPrecisionCB(ContextCB):
-    "Compute a Learner's batches in half precision, by autocast; its weights stay FP32, and so does all that is saved"
+    "Compute a Learner's batches in half precision, by autocast; weights and what is saved stay FP32"
     order = 10 # after GradientAccumulation, before GradientClip
     def __init__(self,
         dtype:str|torch.dtype, # of the forward and the backward pass: 'fp16' or 'bf16'
-        compute=None, # context of both passes; None: `fp32_accumulate` on a CPU, torch's kernels elsewhere
+        compute=None, # context of both passes; None: `fp32_accumulate` on a CPU only
     ):
-        if not (compute is None or callable(compute)):
-            raise ValueError(f'compute={compute!r} cannot make a context: take fp32_accumulate, nullcontext or None.')
+        if not (compute is None or callable(compute)): raise ValueError(
+            f'compute={compute!r} cannot make a context: '
+            'take fp32_accumulate, nullcontext or None.')
         self.dtype, self.compute = half_dtype(dtype), compute
 
     def contexts(self):
@@ -160,7 +179,7 @@ class HalfPrecisionCB(ContextCB):
 
 # %% ../nbs/12_callback.ipynb #25b8f484
 class StepHistory:
-    "Scale and outcome of every step, kept on the device until they are read, or for a thousand steps"
+    "Scale and outcome of every step, on the device until they are read, or for a thousand steps"
     def __init__(self): self.old, self.rows = torch.empty(0, 2), []
     def __len__(self): return len(self.old) + len(self.rows)
 
@@ -188,20 +207,23 @@ class StepHistory:
 class MixedPrecisionCB(HalfPrecisionCB):
     "Train a Learner in FP16 with any loss scaler, or in BF16"
     def __init__(self,
-        scaler:LossScaler=None, # the policy; FP16 needs one, BF16 none
+        scaler:LossScaler|None=None, # the policy; FP16 needs one, BF16 none
         dtype:str|torch.dtype='fp16', # 'fp16' or 'bf16'
-        compute=None, # context of both passes; None: `fp32_accumulate` on a CPU, torch's kernels elsewhere
+        compute=None, # context of both passes; None: `fp32_accumulate` on a CPU only
         group=None, # process group that decides together; None: all ranks, if there are any
     ):
         super().__init__(validate_scheme(dtype, scaler), compute)
-        self.scaler, self.group, self.stats = scaler or StaticScaler(1.), group, None
-        self.history, self.last_outcome = StepHistory(), None
+        self.scaler = scaler or StaticScaler(1.)
+        self.group = group
+        self.history = StepHistory()
+        self.stats = self.last_outcome = None
 
     @contextmanager
     def one_fit(self):
-        "Let the policy watch the model, and clean up at the end of the fit, also after an exception"
-        learn, finding = self.learn, hasattr(self.learn, 'lr_finder') # lr_find is a fit, too
-        before = deepcopy((self.scaler.state_dict(), self.history)) if finding else None
+        "Let the policy watch the model, and clean up after the fit, also after an exception"
+        learn = self.learn
+        finding = hasattr(learn, 'lr_finder')                # lr_find is a fit, too
+        if finding: before = deepcopy((self.scaler.state_dict(), self.history))
         validate_no_fastai_mixed(learn)
         validate_trainable(learn.model)
         validate_optimizer(learn.opt, learn.model)
@@ -212,11 +234,11 @@ class MixedPrecisionCB(HalfPrecisionCB):
             if self.stats.watched: self.stats.watched.remove()
             learn.opt.zero_grad() # the scale may be in them
             if finding:
-                self.history = before[1]
-                self.scaler.load_state_dict(before[0])
+                state, self.history = before
+                self.scaler.load_state_dict(state)
 
     def before_batch(self):
-        "Keep the buffers, so that a skipped step can restore what its forward passes wrote into them"
+        "Keep the buffers, so that a skipped step can restore what its forward passes wrote"
         if self.learn.training: self.stats.buffers.save()
 
     def before_backward(self):
@@ -256,12 +278,13 @@ def validate_no_fastai_mixed(
     learn:Learner, # that is to be trained
 ):
     "ValueError if the Learner has fastai's mixed precision, too"
-    theirs = [c for c in learn.cbs if isinstance(c, (MixedPrecision, NonNativeMixedPrecision))]
-    if theirs: raise ValueError(f'{theirs[0]} casts and scales a second time: remove it, with remove_cb.')
+    for cb in learn.cbs:
+        if isinstance(cb, (MixedPrecision, NonNativeMixedPrecision)):
+            raise ValueError(f'{cb} casts and scales a second time: remove it, with remove_cb.')
 
 @patch
 def to_mixed(self:Learner,
-    scaler:LossScaler=None, # the policy; FP16 needs one, BF16 none
+    scaler:LossScaler|None=None, # the policy; FP16 needs one, BF16 none
     dtype:str|torch.dtype='fp16', # 'fp16' or 'bf16'
     **kwargs, # for `MixedPrecisionCB`
 )->Learner: # itself

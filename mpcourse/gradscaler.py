@@ -20,75 +20,104 @@ from .scaler import LossScaler, validate_scale, warn_user
 from .step import decision_group, StepController, named_gradients, supports_found_inf
 
 # %% ../nbs/11_gradscaler.ipynb #17c4ed01
-def _of_policy(name, default):
-    "A property for a number that torch's methods read and write; the policy holds it, if it has it"
-    def read(self): return getattr(self.policy, name, default)
-    def write(self, value):
-        if name not in self.policy.config or 'stats' not in vars(self): return
-        config = self.policy.config | {name: value}
+class _PolicyNumbers:
+    "What torch's methods read and write under names of theirs: the policy has it"
+    def _set_number(self, name, value):
+        "Change a number of the policy, if it has this one; ValueError for what cannot work"
+        config = self.policy.config
+        if name not in config: return
+        config[name] = value
         type(self.policy)(**config)                          # refuses what cannot work
-        self.policy.set_extra_state(dict(config=config))
-    return property(read, write)
+        setattr(self.policy, name, value)
 
-def _once_ready(name):
-    "A property for a tensor of the policy; None before the first loss has shown its device"
-    def read(self):
+    # what torch's methods read and write
+    @property
+    def _growth_factor(self): return getattr(self.policy, 'growth_factor', 1.)
+    @_growth_factor.setter
+    def _growth_factor(self, value): self._set_number('growth_factor', value)
+
+    @property
+    def _backoff_factor(self): return getattr(self.policy, 'backoff_factor', 1.)
+    @_backoff_factor.setter
+    def _backoff_factor(self, value): self._set_number('backoff_factor', value)
+
+    @property
+    def _growth_interval(self): return getattr(self.policy, 'growth_interval', 2000)
+    @_growth_interval.setter
+    def _growth_interval(self, value): self._set_number('growth_interval', value)
+
+    @property
+    def _scale(self): return self.policy.scale if self._ready else None
+    @_scale.setter
+    def _scale(self, value): pass                            # torch's constructor sets None
+
+    @property
+    def _growth_tracker(self):
         if not self._ready: return None
-        return self.policy._buffers[name] if name in self.policy._buffers else torch.tensor(0)
-    return property(read, lambda self, value: None)
+        if hasattr(self.policy, 'growth_tracker'): return self.policy.growth_tracker
+        return torch.tensor(0)
+    @_growth_tracker.setter
+    def _growth_tracker(self, value): pass                   # likewise
 
 # %% ../nbs/11_gradscaler.ipynb #c8dd789f
-class GradScaler(torch.amp.GradScaler):
+_NUMBERS = ('growth_factor', 'backoff_factor', 'growth_interval')
+
+def _device_type(device):
+    "The kind of a device; ValueError that says where a policy, a model or a first scale belongs"
+    if device is None: return 'cpu'
+    try: return torch.device(device).type
+    except (RuntimeError, TypeError): raise ValueError(
+        f'{device!r:.60} is not a device. Give a policy as an object: GradScaler(DynamicScaler()) '
+        "or GradScaler(get_policy('megatron')), a model as GradScaler(model=model), "
+        'and a first scale by its name, init_scale=.') from None
+
+class GradScaler(_PolicyNumbers, torch.amp.GradScaler):
     "torch.amp.GradScaler with any policy of ours: change the import, keep the loop"
     def __init__(self,
-        device:str=None, # 'cuda', 'cpu' …; None: that of the first loss; the policy may stand here, too
-        init_scale:float=None, # of torch's rule: 2^16 if None
-        growth_factor:float=None, # of torch's rule: 2 if None
-        backoff_factor:float=None, # of torch's rule: 0.5 if None
-        growth_interval:int=None, # of torch's rule: 2000 if None
+        device:str|LossScaler|None=None, # 'cuda' …; None: that of the first loss; or the policy
+        init_scale:float|None=None, # of torch's rule: 2^16 if None
+        growth_factor:float|None=None, # of torch's rule: 2 if None
+        backoff_factor:float|None=None, # of torch's rule: 0.5 if None
+        growth_interval:int|None=None, # of torch's rule: 2000 if None
         enabled:bool=True, # False: every method passes its argument through
         *,
-        policy:LossScaler=None, # None: torch's rule, with hold
-        skip_nonfinite_loss:bool=None, # of torch's rule: False decides as torch does, True if None
-        model=None, # a module, or a list of them: puts buffers back where a step is skipped, and gives names
+        policy:LossScaler|None=None, # None: torch's rule, with skip_nonfinite_loss
+        skip_nonfinite_loss:bool|None=None, # of torch's rule: False as torch decides; True if None
+        model=None, # a module, or a list: its buffers go back where a step is skipped; gives names
         group=None, # process group that decides together; None: all ranks, if there are any
     ):
         if isinstance(device, LossScaler): device, policy = None, device
-        given = dict(init_scale=init_scale, growth_factor=growth_factor, skip_nonfinite_loss=skip_nonfinite_loss,
-                     backoff_factor=backoff_factor, growth_interval=growth_interval)
+        given = dict(init_scale=init_scale, growth_factor=growth_factor,
+                     backoff_factor=backoff_factor, growth_interval=growth_interval,
+                     skip_nonfinite_loss=skip_nonfinite_loss)
         given = {n: v for n, v in given.items() if v is not None}
-        if policy is not None and given:
-            raise ValueError(f'{", ".join(given)} would be ignored beside a policy: pass it to the policy.')
-        policy = DynamicScaler(**given) if policy is None else policy
+        if policy is None: policy = DynamicScaler(**given)
+        elif given: raise ValueError(
+            f'{", ".join(given)} would be ignored beside a policy: pass it to the policy.')
         if not isinstance(policy, LossScaler):
             raise ValueError(f'{policy!r} is not a loss scaler: make one, such as DynamicScaler().')
-        if type(policy).inv_scale is not LossScaler.inv_scale:
-            raise ValueError(f'{policy!r} has a scale for each layer, and GradScaler has one: take MixedStep.')
-        try: kind = 'cpu' if device is None else torch.device(device).type
-        except (RuntimeError, TypeError): raise ValueError(
-            f'{device!r:.60} is not a device. Give a policy as an object: GradScaler(DynamicScaler()) or '
-            "GradScaler(get_policy('megatron')), a model as GradScaler(model=model), "
-            'and a first scale by its name, init_scale=.') from None
+        if type(policy).inv_scale is not LossScaler.inv_scale: raise ValueError(
+            f'{policy!r} has a scale for each layer, and GradScaler has one: take MixedStep.')
         if isinstance(model, (list, tuple)): model = nn.ModuleList(model)
-        self.policy, self.model, self.group, self._ready = policy, model, group, False
-        super().__init__(kind, enabled=enabled)
-        self._device = None if device is None else self._device
-        self._init_scale, self.last_outcome = policy.scale.item(), None
-        self._told, self._lost = False, 0                    # of buffers that nobody kept
+        self.policy, self.model, self.group = policy, model, group
+        self.last_outcome = None
+        self._ready = False                                  # has a loss shown its device?
+        self._told = False                                   # that nobody kept buffers?
+        self._lost = 0                                       # skipped steps with changed buffers
+        numbers = {n: v for n, v in policy.config.items() if n in _NUMBERS}
+        super().__init__(_device_type(device), enabled=enabled, **numbers)
+        if device is None: self._device = None
+        self._init_scale = policy.scale.item()
         self.stats = StepController(policy, model, group)
         if enabled: finalize(self, self.stats.buffers.watch().remove)
-
-    _growth_factor = _of_policy('growth_factor', 1.)
-    _backoff_factor = _of_policy('backoff_factor', 1.)
-    _growth_interval = _of_policy('growth_interval', 2000)
-    _scale, _growth_tracker = _once_ready('scale'), _once_ready('growth_tracker')
 
 # %% ../nbs/11_gradscaler.ipynb #7eba45ef
 @patch
 def _lazy_init_scale_growth_tracker(self:GradScaler, dev):
     "As torch's: move the state to the device of the first loss; Accelerate calls this, too"
     self.policy.to(dev)
-    self._ready, self._device = True, self._device or torch.device(dev).type
+    self._ready = True
+    self._device = self._device or torch.device(dev).type
 
 @patch
 def scale(self:GradScaler,
@@ -108,23 +137,26 @@ def _numbers(g): return g.coalesce()._values() if g.is_sparse else g
 
 @patch
 def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16):
-    "Called whenever torch unscales: count what the policy wants, check, unscale, and add up over ranks"
-    stats, torchs = self.stats, torch.amp.GradScaler._unscale_grads_
+    "Called whenever torch unscales: count for the policy, check, unscale, and add up over ranks"
+    stats = self.stats
+    torchs = torch.amp.GradScaler._unscale_grads_
+    alone = decision_group(self.group, self.model) is None
     if stats.counted: stats.count([_numbers(g) for _, g, _ in named_gradients(optimizer)])
-    flags = [*torchs(self, optimizer, inv_scale, found_inf, allow_fp16).values()]
-    if not flags and decision_group(self.group, self.model) is None: return {}
+    flags = list(torchs(self, optimizer, inv_scale, found_inf, allow_fp16).values())
+    if not flags and alone: return {}
     if self.policy.min_scale < 1:                            # a finite gradient may have overflowed
         once = torch.ones_like(inv_scale)
         flags += torchs(self, optimizer, once, torch.zeros_like(found_inf), allow_fp16).values()
     found = flags[0] if flags else torch.zeros_like(found_inf)
     for flag in flags[1:]: found = found + flag.to(found.device)
     stats.add(dict(found_inf=found))
-    seen = self._per_optimizer_states[id(optimizer)]['seen'] = stats.gather()
-    bad_loss = stats.stats['loss_nonfinite']                 # the next optimizer wants to know it, too
+    seen = stats.gather()
+    self._per_optimizer_states[id(optimizer)]['seen'] = seen
+    loss_nonfinite = stats.stats['loss_nonfinite']           # the next optimizer needs it, too
     stats.reset()
-    stats.stats['loss_nonfinite'] = bad_loss
+    stats.stats['loss_nonfinite'] = loss_nonfinite
     skips = seen['skips']
-    if decision_group(self.group, self.model) is not None or len(flags) > 1: skips = skips.clamp(max=1)
+    if not alone or len(flags) > 1: skips = skips.clamp(max=1)
     return {skips.device: skips}
 
 # %% ../nbs/11_gradscaler.ipynb #52c6c385
@@ -143,7 +175,8 @@ def step(self:GradScaler,
     **kwargs, # for its step; no closure
 ): # what the optimizer's step returns; None if it was skipped
     "As torch's; a fused optimizer skips by itself on the device, so the host does not wait"
-    torchs, fused = torch.amp.GradScaler.step, getattr(optimizer, '_step_supports_amp_scaling', False)
+    torchs = torch.amp.GradScaler.step
+    fused = getattr(optimizer, '_step_supports_amp_scaling', False)
     if not (self._ready and fused): return torchs(self, optimizer, *args, **kwargs)
     ready = self._per_optimizer_states[id(optimizer)]['stage'] is OptState.READY
     if self.policy.min_scale < 1 and ready: self.unscale_(optimizer)
@@ -160,7 +193,8 @@ def update(self:GradScaler,
 ):
     "Let the policy choose the next scale; ValueError for a number that cannot work as one"
     if not self._enabled: return
-    if isinstance(new_scale, float): validate_scale(new_scale, self.policy.min_scale, self.policy.max_scale)
+    if isinstance(new_scale, float):
+        validate_scale(new_scale, self.policy.min_scale, self.policy.max_scale)
     states = [s for s in self._per_optimizer_states.values() if 'seen' in s]
     if new_scale is None and states: self._decide(states)
     else:                                                    # torch's, or torch's refusal
@@ -172,42 +206,48 @@ def update(self:GradScaler,
 @patch
 def _decide(self:GradScaler, states):
     "Add up what all optimizers' gradients have shown, and let the policy decide"
-    stats, seen, taken = self.stats, states[0]['seen'], [s.get('taken') for s in states]
+    stats = self.stats
+    seen = states[0]['seen']
     if len(states) > 1:
         stats.reset()
         for s in states: stats.add(s['seen'])
         seen = stats.stats
-    kept = len(stats.buffers.before)
+    taken = [s.get('taken') for s in states]
     stepped = None if None in taken else all(taken)
-    self.last_outcome = out = stats.decide(seen, stepped)
-    out.nonfinite = tuple(n for s in states for n in s.get('bad', ()))
-    out.warn()
-    if not (kept or stepped or self._told): self._warn_of_buffers(out)
+    kept = len(stats.buffers.before)
+    outcome = stats.decide(seen, stepped)
+    self.last_outcome = outcome
+    outcome.nonfinite = tuple(n for s in states for n in s.get('bad', ()))
+    outcome.warn()
+    if not (kept or stepped or self._told): self._warn_of_buffers(outcome)
 
 @patch
-def _warn_of_buffers(self:GradScaler, out):
+def _warn_of_buffers(self:GradScaler, outcome):
     "Say once that a skipped step may have left something in buffers, because nothing was kept"
-    given = self.model is not None
-    if given and next(self.model.buffers(), None) is None: return
-    lost = out.found_inf if given else out.held
-    if out._stepped is None:                                 # fused: the host looks at every fiftieth step
+    if self.model is None:
+        lost = outcome.held
+        cure = 'GradScaler(model=model) puts it back. For a compiled model, give the compiled one.'
+    else:
+        if next(self.model.buffers(), None) is None: return
+        lost = outcome.found_inf
+        cure = (f'no forward pass of the {type(self.model).__name__} given to GradScaler was seen. '
+                'Give the module that you call.')
+    if outcome._stepped is None:                             # fused: a look at every fiftieth step
         self._lost = self._lost + lost
-        if out.number % 50 != 49: return
+        if outcome.number % 50 != 49: return
         lost = self._lost
     if not lost.item(): return
     self._told = True
-    cure = 'GradScaler(model=model) puts it back. For a compiled model, give the compiled one.'
-    if given: cure = (f'no forward pass of the {type(self.model).__name__} given to GradScaler was seen. '
-                      'Give the module that you call.')
-    warn_user("A step was skipped, but what its forward pass wrote into buffers, such as BatchNorm's "
-              f'statistics, stays: {cure}')
+    warn_user('A step was skipped, but what its forward pass wrote into buffers, '
+              f"such as BatchNorm's statistics, stays: {cure}")
 
 # %% ../nbs/11_gradscaler.ipynb #8044a842
 @patch
 def state_dict(self:GradScaler)->dict: # torch's keys, and the policy's own state under 'policy'
     "All that scaler and policy remember; {} if disabled, as torch's"
     state = torch.amp.GradScaler.state_dict(self)
-    return state | dict(policy=self.policy.state_dict()) if state else state
+    if state: state['policy'] = self.policy.state_dict()
+    return state
 
 @patch
 def load_state_dict(self:GradScaler,
@@ -215,15 +255,14 @@ def load_state_dict(self:GradScaler,
 ):
     "Restore; ValueError if the state is of another policy, RuntimeError if it is empty, as torch's"
     if not self._enabled: return
-    own = isinstance(self.policy, DynamicScaler)
     if 'policy' in state: self.policy.load_state_dict(state['policy'])
-    elif state and not own: raise ValueError(
+    elif state and not isinstance(self.policy, DynamicScaler): raise ValueError(
         f"{self.policy!r} does not follow torch's rule: "
         f"build it with init_scale={state['scale']}, the old scale.")
     elif state:
-        torchs = ('init_scale', 'growth_factor', 'backoff_factor', 'growth_interval')
-        more = {n: v for n, v in self.policy.config.items() if n not in torchs}
-        self.policy.load_state_dict(from_torch(state, **more).state_dict())
+        config = self.policy.config
+        for n in ('init_scale', *_NUMBERS): del config[n]
+        self.policy.load_state_dict(from_torch(state, **config).state_dict())
     torch.amp.GradScaler.load_state_dict(self, state)
 
 @patch

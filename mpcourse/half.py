@@ -41,10 +41,12 @@ def half_dtype(
     dtype:str|torch.dtype, # 'fp16', 'bf16', or one of `HALVES`
 )->torch.dtype:
     "The dtype; ValueError if it is not a half precision"
-    names = dict(fp16=torch.float16, float16=torch.float16, bf16=torch.bfloat16, bfloat16=torch.bfloat16)
+    names = dict(fp16=torch.float16, float16=torch.float16,
+                 bf16=torch.bfloat16, bfloat16=torch.bfloat16)
     found = names.get(dtype, dtype)
     if found in HALVES: return found
-    raise ValueError(f"{dtype!r} is not a half precision: take torch.float16 or torch.bfloat16, also 'fp16' or 'bf16'.")
+    raise ValueError(f'{dtype!r} is not a half precision: '
+                     "take torch.float16 or torch.bfloat16, also 'fp16' or 'bf16'.")
 
 def keeps_fp32(
     m:nn.Module, # a module
@@ -55,19 +57,23 @@ def keeps_fp32(
 def weight_parts(
     m:nn.Module, # a module
 )->set: # names of its parameters; empty for most modules
-    "The parameters from which a hook makes the weight, as `torch.nn.utils.spectral_norm` and `weight_norm` do"
-    hooks = [h for h in m._forward_pre_hooks.values() if isinstance(h, (SpectralNorm, WeightNorm))]
-    return {h.name + end for h in hooks for end in ('_orig', '_g', '_v')}
+    "The parameters from which `spectral_norm` and `weight_norm` of torch make the weight in a hook"
+    names = set()
+    for hook in m._forward_pre_hooks.values():
+        if isinstance(hook, (SpectralNorm, WeightNorm)):
+            names.update((f'{hook.name}_orig', f'{hook.name}_g', f'{hook.name}_v'))
+    return names
 
 def _floats(model):
-    "(name, tensor, its module, is it a buffer?) of every floating-point tensor; tied ones once for each name"
+    "(name, tensor, its module, is it a buffer?) of floating-point tensors; tied ones once a name"
     if not isinstance(model, nn.Module):
         raise TypeError(f'{type(model).__name__} is not a model: give an nn.Module.')
     for path, m in model.named_modules(remove_duplicate=False):
         for tensors in (m._parameters, m._buffers):
             for n, t in tensors.items():
                 if t is None or not t.is_floating_point(): continue
-                if is_lazy(t): raise ValueError(f'{path}.{n} has no shape yet: run a batch in FP32 first.')
+                if is_lazy(t):
+                    raise ValueError(f'{path}.{n} has no shape yet: run a batch in FP32 first.')
                 yield f'{path}.{n}'.lstrip('.'), t, m, tensors is m._buffers
 
 # %% ../nbs/06_half.ipynb #08c4ed01
@@ -75,8 +81,10 @@ def validate_not_scripted(
     model:nn.Module, # to be converted
 ):
     "ValueError for TorchScript, whose forward cannot be replaced"
-    if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
-        raise ValueError(f'{type(model).__name__} is TorchScript: convert the Python model, then script it.')
+    for m in model.modules():
+        if isinstance(m, torch.jit.ScriptModule):
+            raise ValueError(f'{type(model).__name__} is TorchScript: '
+                             'convert the Python model, then script it.')
 
 # %% ../nbs/06_half.ipynb #472d42c6
 def cast_policy(
@@ -84,38 +92,46 @@ def cast_policy(
     dtype:str|torch.dtype='fp16', # as for `half_dtype`
 )->dict: # name -> dtype of every parameter and floating-point buffer; integers are not listed
     "Buffers, norms and losses in float32, all else in `dtype`; ValueError if that is not possible"
-    dtype, policy, firsts = half_dtype(dtype), {}, {}
-    found = list(_floats(model))
+    dtype = half_dtype(dtype)
+    tensors = list(_floats(model))
     validate_not_scripted(model)
-    wide = {part for m in model.modules() if keeps_fp32(m) for part in m.modules()}
-    for name, t, m, buffer in found:
-        part = name.rpartition('.')[2] in weight_parts(m)
-        policy[name] = torch.float32 if buffer or part or m in wide else dtype
-        first = firsts.setdefault(id(t), name)
+    wide = set()
+    for m in model.modules():
+        if keeps_fp32(m): wide.update(m.modules())
+    policy = {}
+    first_names = {}
+    for name, t, m, buffer in tensors:
+        made_by_hook = name.rpartition('.')[2] in weight_parts(m)
+        policy[name] = torch.float32 if buffer or made_by_hook or m in wide else dtype
+        first = first_names.setdefault(id(t), name)
         if policy[first] != policy[name]:
-            raise ValueError(f'{first} and {name} are one tensor, and only one of them stays in float32: untie them.')
-    if not any(p.is_floating_point() for p in model.parameters()):
-        raise ValueError(f'This {type(model).__name__} has no floating-point parameter: nothing can be put in {dtype}.')
+            raise ValueError(f'{first} and {name} are one tensor, '
+                             'and only one of them stays in float32: untie them.')
+    if not any(map(torch.is_floating_point, model.parameters())):
+        raise ValueError(f'This {type(model).__name__} has no floating-point parameter: '
+                         f'nothing can be put in {dtype}.')
     return policy
 
 # %% ../nbs/06_half.ipynb #9364f073
 def map_floats(
     f, # tensor -> tensor
-    x, # a tensor, or lists, tuples, mappings and dataclasses of any depth; anything else comes back as it is
+    x, # a tensor, or lists, tuples, mappings, dataclasses of any depth; all else stays
 ):  # the same nesting
     "Apply a function to every floating-point tensor"
     if isinstance(x, Tensor): return f(x) if x.is_floating_point() else x
-    if type(x) is dict: return {k: map_floats(f, v) for k, v in x.items()}
+    if type(x) is dict: return {k: map_floats(f, v) for k, v in x.items()} # compiles; copy does not
     if isinstance(x, MutableMapping):
-        res = copy(x)                                        # keeps an OrderedDict or a defaultdict what it is
+        res = copy(x)                                        # a defaultdict stays what it is
         for k, v in x.items(): res[k] = map_floats(f, v)
         return res
     if is_dataclass(x) and not isinstance(x, type):
         res = copy(x)
-        for field in fields(x): object.__setattr__(res, field.name, map_floats(f, getattr(x, field.name)))
+        for field in fields(x):
+            object.__setattr__(res, field.name, map_floats(f, getattr(x, field.name)))
         return res
-    if hasattr(x, '_make'): return x._make(map_floats(f, o) for o in x)    # a named tuple
-    return type(x)([map_floats(f, o) for o in x]) if isinstance(x, (list, tuple)) else x
+    if not isinstance(x, (list, tuple)): return x
+    items = [map_floats(f, o) for o in x]
+    return x._make(items) if hasattr(x, '_make') else type(x)(items)       # a named tuple has _make
 
 def cast(
     x, # as a model is given it: tensors in lists, tuples, mappings, dataclasses of any depth
@@ -126,29 +142,31 @@ def cast(
 
 # %% ../nbs/06_half.ipynb #f7dad9ab
 class WrappedForward:
-    "Takes the place of a module's `forward`, which is kept as `plain`; a subclass says what it does instead"
+    "Takes the place of a module's `forward`, kept as `plain`; a subclass says what it does instead"
     def __init__(self, module, dtype):
         self.module, self.dtype, self.plain = module, dtype, module.forward
         update_wrapper(self, self.plain)
 
 class FP32Forward(WrappedForward):
-    "A module's `forward` in FP32 on any floats; the output is cast back to half, except that of a loss"
+    "A module's `forward` in FP32 on any floats; the output is cast back to half, but not a loss"
     def __call__(self, *args, **kwargs):
-        given = (x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        kind = tensors[0].device.type if tensors else 'cpu'
         args, kwargs = cast((args, kwargs), torch.float32)
-        with torch.autocast(next(given, 'cpu'), enabled=False): out = self.plain(*args, **kwargs)
+        with torch.autocast(kind, enabled=False): out = self.plain(*args, **kwargs)
         return out if isinstance(self.module, _Loss) else cast(out, self.dtype)
 
 # %% ../nbs/06_half.ipynb #a786f2fc
-MIXED = {nn.BatchNorm1d: ('cpu', 'cuda'), nn.BatchNorm2d: ('cpu', 'cuda'), nn.BatchNorm3d: ('cpu', 'cuda'),
-         nn.LayerNorm: ('cpu',), nn.GroupNorm: ('cpu',)} # kernels that take half inputs beside FP32 weights, and where
+# kernels that take half inputs beside FP32 weights, and where
+MIXED = {nn.BatchNorm1d: ('cpu', 'cuda'), nn.BatchNorm2d: ('cpu', 'cuda'),
+         nn.BatchNorm3d: ('cpu', 'cuda'), nn.LayerNorm: ('cpu',), nn.GroupNorm: ('cpu',)}
 
 def takes_half(
     m:nn.Module, # a norm
 )->bool:
     "Does this norm accept half inputs and still compute in FP32?"
-    t = next((t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None), None)
-    return t is not None and t.device.type in MIXED.get(type(m), ())
+    tensors = [*m.parameters(recurse=False), *m.buffers(recurse=False)]
+    return bool(tensors) and tensors[0].device.type in MIXED.get(type(m), ())
 
 # %% ../nbs/06_half.ipynb #f7720a07
 def as_came_in(
@@ -156,8 +174,8 @@ def as_came_in(
     out, # what it returned
 ):  # the output; as half where half came in and float32 of the same shape goes out
     "Return half outputs, as a module without FP32 buffers would"
-    x = args[0] if args else None
-    if not (isinstance(x, Tensor) and isinstance(out, Tensor)): return out
+    if not args or not isinstance(args[0], Tensor) or not isinstance(out, Tensor): return out
+    x = args[0]
     widened = x.dtype in HALVES and out.dtype == torch.float32 and out.shape == x.shape
     return out.to(x.dtype) if widened else out
 
@@ -165,7 +183,7 @@ def holds_fp32(
     m:nn.Module, # a module; its parts are not looked at
 )->bool:
     "Does the module hold FP32 numbers that meet half ones: buffers, or a weight that a hook makes?"
-    buffers = any(b is not None and b.is_floating_point() for b in m._buffers.values())
+    buffers = any(map(torch.is_floating_point, m.buffers(recurse=False)))
     return not keeps_fp32(m) and (buffers or bool(weight_parts(m)))
 
 # %% ../nbs/06_half.ipynb #0631a176
@@ -179,41 +197,44 @@ class AutocastForward(WrappedForward):
 # %% ../nbs/06_half.ipynb #3b2df333
 @torch.no_grad()
 def _set_dtypes(model, policy):
-    "Give every floating-point parameter and buffer its dtype: the same objects with other data, gradients too"
+    "Give each floating-point tensor its dtype: the same objects with other data, gradients too"
     for name, t, _, _ in list(_floats(model)):
         if t.dtype == policy[name]: continue
-        grad, t.grad = t.grad, None
+        grad = t.grad
+        t.grad = None
         t.data = t.data.to(policy[name])
         if grad is not None: t.grad = grad.to(policy[name])
     for m in model.modules():
         if isinstance(m, nn.RNNBase): m.flatten_parameters()    # cuDNN wants them in one piece
 
 # flags that let PyTorch skip modules in evaluation and use its own kernels instead
-SHORTCUTS = {nn.TransformerEncoder: 'use_nested_tensor', nn.TransformerEncoderLayer: 'activation_relu_or_gelu'}
+SHORTCUTS = {nn.TransformerEncoder: 'use_nested_tensor',
+             nn.TransformerEncoderLayer: 'activation_relu_or_gelu'}
 
 def _remove_casts(model):
-    "Remove what `model_to_half` has put into a model, or into the model of which this one is a copy"
+    "Remove what `model_to_half` has put into a model, or into one of which this one is a copy"
     for m in model.modules():
         if isinstance(vars(m).get('forward'), WrappedForward): del m.forward
-        vars(m).update(vars(m).pop('_shortcut', {}))
+        for name, flag in vars(m).pop('_shortcut', {}).items(): setattr(m, name, flag)
 
 # %% ../nbs/06_half.ipynb #9e708f7c
 def model_to_half(
     model:nn.Module, # changed in place; in any floating-point dtype, compiled or not
     dtype:str|torch.dtype='fp16', # as for `half_dtype`
 )->nn.Module: # the model
-    "Put a model in half precision by `cast_policy`; its norms compute in float32, and its buffers stay float32"
+    "Put a model in half precision by `cast_policy`; norms compute in float32, buffers stay float32"
     dtype = half_dtype(dtype)
     policy = cast_policy(model, dtype)
     _remove_casts(model)
     _set_dtypes(model, policy)
     for m in model.modules():
-        plain = type(m).forward is not nn.Module.forward and 'forward' not in vars(m)   # a list of modules has none
-        if plain and keeps_fp32(m) and not takes_half(m): m.forward = FP32Forward(m, dtype)
-        elif plain and any(map(holds_fp32, m.modules())): m.forward = AutocastForward(m, dtype)
-        for name in (n for kind, n in SHORTCUTS.items() if isinstance(m, kind)):
-            m._shortcut = {name: getattr(m, name)}
-            setattr(m, name, False)
+        for kind, name in SHORTCUTS.items():
+            if isinstance(m, kind):
+                m._shortcut = {name: getattr(m, name)}
+                setattr(m, name, False)
+        if type(m).forward is nn.Module.forward or 'forward' in vars(m): continue # no ModuleList
+        if keeps_fp32(m) and not takes_half(m): m.forward = FP32Forward(m, dtype)
+        elif any(map(holds_fp32, m.modules())): m.forward = AutocastForward(m, dtype)
     return model
 
 def model_to_float(
@@ -230,7 +251,10 @@ def clamp_infinite(
     x, # a tensor, or a nesting of them
 ):  # the same nesting; NaN stays NaN, finite numbers stay, integers are not touched
     "Replace ±inf by the largest finite value of each tensor's dtype"
-    return map_floats(lambda t: t.clamp(torch.finfo(t.dtype).min, torch.finfo(t.dtype).max), x)
+    def clamp(t):
+        info = torch.finfo(t.dtype)
+        return t.clamp(info.min, info.max)
+    return map_floats(clamp, x)
 
 # %% ../nbs/06_half.ipynb #948af7bd
 class Handles(list):
@@ -251,15 +275,16 @@ def clamp_hooks(
     model:nn.Module, # any model
     kinds=nn.Module, # a class of layers, or a tuple of them: those that get the hook
 )->Handles: # call its `remove()`, or use it as a context
-    "Put `ClampInfinite` on layers, by default on all modules: on blocks, for their sums, and on the layers in them"
-    return Handles(m.register_forward_hook(ClampInfinite()) for m in model.modules() if isinstance(m, kinds))
+    "Put `ClampInfinite` on modules: on blocks, for their sums, and on the layers in them"
+    layers = [m for m in model.modules() if isinstance(m, kinds)]
+    return Handles(m.register_forward_hook(ClampInfinite()) for m in layers)
 
 # %% ../nbs/06_half.ipynb #0cd5d15a
 def model_bytes(
     model:nn.Module, # any model
 )->int: # bytes
     "Memory of a model's parameters and buffers, tied ones once"
-    return sum(t.numel()*t.element_size() for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+    return sum(t.nbytes for t in {*model.parameters(), *model.buffers()})
 
 def saved_bytes(
     model:nn.Module, # any model
@@ -267,10 +292,14 @@ def saved_bytes(
     call=None, # what to call in place of the model
 )->int: # bytes, without parameters and buffers
     "Memory of the tensors that autograd keeps from a forward pass for the backward pass"
-    held, own = {}, {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    tensors = (*model.parameters(), *model.buffers())
+    own = {t.untyped_storage().data_ptr() for t in tensors}
+    saved = {}
     def pack(t):
-        ptr, seen = t.untyped_storage().data_ptr(), min(t.numel()*t.element_size(), t.untyped_storage().nbytes())
-        held[ptr] = max(held.get(ptr, 0), seen)              # of a slice of all data only the slice counts
+        storage = t.untyped_storage()
+        ptr = storage.data_ptr()
+        size = min(t.nbytes, storage.nbytes())               # of a slice only the slice counts
+        if ptr not in own: saved[ptr] = max(saved.get(ptr, 0), size)
         return t
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t): (call or model)(*args)
-    return sum(n for ptr, n in held.items() if ptr not in own)
+    return sum(saved.values())

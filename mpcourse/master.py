@@ -7,6 +7,7 @@ __all__ = ['group_params', 'get_master', 'to_master_grads', 'to_model_params', '
 
 # %% ../nbs/07_master.ipynb #a8a6261c
 import warnings
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -14,32 +15,47 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 # %% ../nbs/07_master.ipynb #87161823
 def group_params(
-    opt, # an optimizer of torch's or fastai's kind, its param_groups, a list of lists of parameters, or of parameters
+    opt, # torch's or fastai's optimizer, its param_groups, lists of parameters, or one such list
 )->list: # one list of parameters per group
     "The parameters of each group"
     groups = list(getattr(opt, 'param_groups', opt))
     if groups and isinstance(groups[0], Tensor): groups = [groups]
-    groups = [g['params'] if isinstance(g, dict) else g for g in groups]
-    return [[g] if isinstance(g, Tensor) else list(g) for g in groups]
+    lists = []
+    for group in groups:
+        if isinstance(group, dict): group = group['params']
+        if isinstance(group, Tensor): group = [group]
+        lists.append(list(group))
+    return lists
 
 def _wide(t):
     "A tensor without its graph, its floats in FP32, or in FP64 if they were in FP64"
-    return t.detach().to(torch.promote_types(t.dtype, torch.float32)) if t.is_floating_point() else t
+    if not t.is_floating_point(): return t
+    return t.detach().to(torch.promote_types(t.dtype, torch.float32))
 
 # %% ../nbs/07_master.ipynb #adede181
 def get_master(
     opt_or_groups, # an optimizer (torch's or fastai's), its param_groups, or lists of parameters
     flat:bool=False, # one master for each group instead of one for each parameter
-)->tuple: # (model_groups, master_groups): lists of lists; the masters are FP32 parameters with the current values
+)->tuple: # (model_groups, master_groups): lists of lists; masters are FP32 copies
     "Masters of all trainable parameters, group by group. Call it before the model is rounded"
-    groups = [[p for p in g if p.requires_grad] for g in group_params(opt_or_groups)]
-    if not any(groups): raise ValueError(f'No parameter of {opt_or_groups!r} has requires_grad=True: unfreeze one.')
-    n = sum(p.element_size() < 4 for g in groups for p in g)
-    if n: warnings.warn(f'{n} parameters have 16 bits or fewer already: their masters start from rounded values. '
-                        'Call get_master before the model is put in half precision.', stacklevel=2)
-    masters = [[_wide(p).clone() for p in g] for g in groups]
-    if flat: masters = [[_flatten_dense_tensors(g)] if g else [] for g in masters]
-    return groups, [[nn.Parameter(m) for m in g] for g in masters]
+    model_groups = []
+    master_groups = []
+    rounded = 0
+    for group in group_params(opt_or_groups):
+        trained = [p for p in group if p.requires_grad]
+        masters = []
+        for p in trained:
+            rounded += p.element_size() < 4
+            masters.append(_wide(p).clone())
+        if flat and masters: masters = [_flatten_dense_tensors(masters)]
+        model_groups.append(trained)
+        master_groups.append(list(map(nn.Parameter, masters)))
+    if not any(model_groups):
+        raise ValueError(f'No parameter of {opt_or_groups!r} has requires_grad=True: unfreeze one.')
+    if rounded:
+        warnings.warn(f'{rounded} parameters have 16 bits or fewer already: their masters start from '
+                      'rounded values. Call get_master before the model is put in half precision.', stacklevel=2)
+    return model_groups, master_groups
 
 # %% ../nbs/07_master.ipynb #103a0c46
 @torch.no_grad()
@@ -51,10 +67,13 @@ def to_master_grads(
 ):
     "Copy the gradients to the masters' `.grad` in FP32, and multiply them by `inv_scale` there"
     for ps, ms in zip(model_groups, master_groups, strict=True):
-        grads = [p.grad for p in ps]
-        if flat and ms:
-            grads = [_flatten_dense_tensors([torch.zeros_like(p) if g is None else g for p, g in zip(ps, grads)])]
-        for m, g in zip(ms, grads, strict=True): m.grad = None if g is None else _wide(g)*inv_scale
+        grads = []
+        for p in ps:
+            if flat and p.grad is None: grads.append(torch.zeros_like(p))
+            else: grads.append(p.grad)
+        if flat and ms: grads = [_flatten_dense_tensors(grads)]
+        for m, g in zip(ms, grads, strict=True):
+            m.grad = None if g is None else _wide(g)*inv_scale
 
 @torch.no_grad()
 def to_model_params(
@@ -64,8 +83,8 @@ def to_model_params(
 ):
     "Copy the masters into the model's parameters, rounded to their dtype"
     for ps, ms in zip(model_groups, master_groups, strict=True):
-        new = _unflatten_dense_tensors(ms[0], ps) if flat and ms else ms
-        for p, m in zip(ps, new, strict=True): p.copy_(m)
+        if flat and ms: ms = _unflatten_dense_tensors(ms[0], ps)
+        for p, m in zip(ps, ms, strict=True): p.copy_(m)
 
 # %% ../nbs/07_master.ipynb #3129cf3b
 def inner_optimizer(
@@ -75,12 +94,6 @@ def inner_optimizer(
     inner = getattr(opt, 'opt', None)
     return inner if isinstance(inner, torch.optim.Optimizer) else opt
 
-def _set_groups(opt, groups):
-    "Give an optimizer other parameters"
-    if isinstance(opt, torch.optim.Optimizer):
-        for g, ps in zip(opt.param_groups, groups): g['params'] = list(ps)
-    else: opt.param_lists = type(opt.param_lists)([type(old)(ps) for old, ps in zip(opt.param_lists, groups)])
-
 # %% ../nbs/07_master.ipynb #5ec612ce
 def exchange_params(
     opt, # an optimizer of torch's or fastai's kind
@@ -88,15 +101,23 @@ def exchange_params(
     new:list, # those that it is to move, one for each
 ):
     "Give an optimizer other parameters in the same places; each one takes over the state"
-    if [*map(len, old)] != [*map(len, new)]: raise ValueError(
-        f'Parameters are exchanged one for one, and the groups have {[*map(len, old)]} and {[*map(len, new)]} of them: '
+    n_old = list(map(len, old))
+    n_new = list(map(len, new))
+    if n_old != n_new: raise ValueError(
+        f'Parameters are exchanged one for one, and the groups have {n_old} and {n_new} of them: '
         'build a new optimizer on flat masters.')
-    opt, new_of = inner_optimizer(opt), {}
-    for ps, ms in zip(old, new): new_of.update(zip(ps, ms))
+    opt = inner_optimizer(opt)
     groups = group_params(opt)
-    if new_of.keys() - set(sum(groups, [])):
-        raise ValueError('The optimizer does not hold these parameters: it was built on others, or has masters by now.')
+    new_of = dict(zip(chain(*old), chain(*new)))
+    if new_of.keys() - set(chain(*groups)): raise ValueError(
+        'The optimizer does not hold these parameters: '
+        'it was built on others, or has masters by now.')
     for p, m in new_of.items():
         state = opt.state.pop(p, {})
-        if state: opt.state[m] = {k: _wide(v) if isinstance(v, Tensor) else v for k, v in state.items()}
-    _set_groups(opt, [[new_of.get(p, p) for p in g] for g in groups])
+        for name, value in state.items():
+            if isinstance(value, Tensor): state[name] = _wide(value)
+        if state: opt.state[m] = state
+    for i, group in enumerate(groups):
+        exchanged = [new_of.get(p, p) for p in group]
+        if isinstance(opt, torch.optim.Optimizer): opt.param_groups[i]['params'] = exchanged
+        else: opt.param_lists[i] = type(opt.param_lists[i])(exchanged)

@@ -24,10 +24,13 @@ def warn_user(
     message:str, # a sentence
 ):
     "Warn, and name the line of the user's code that led here"
-    frame, level = sys._getframe(1), 2
-    def name_of(frame): return frame.f_globals.get('__name__', '').partition('.')[0]
-    while frame.f_back and name_of(frame) in ('mpcourse', 'torch', 'fastai', 'fastcore', 'contextlib'):
-        frame, level = frame.f_back, level + 1
+    def package(frame): return frame.f_globals.get('__name__', '').partition('.')[0]
+    ours = ('mpcourse', 'torch', 'fastai', 'fastcore', 'contextlib')
+    frame = sys._getframe(1)
+    level = 2
+    while frame.f_back and package(frame) in ours:
+        frame = frame.f_back
+        level += 1
     warnings.warn(message, stacklevel=level)
 
 def validate_scale(
@@ -41,33 +44,44 @@ def validate_scale(
     if not low <= s <= high:
         raise ValueError(f'A loss scale of {scale} cannot work: take one from {low:g} to {high:g}.')
     if frexp(s)[0] != .5:
-        warn_user(f'A loss scale of {s:g} is not a power of two, so it rounds each gradient once more: '
-                  f'{2.**(frexp(s)[1] - 1):g} would not.')
+        warn_user(f'A loss scale of {s:g} is not a power of two, so it rounds each gradient '
+                  f'once more: {2.**(frexp(s)[1] - 1):g} would not.')
     return s
 
 # %% ../nbs/08_scaler.ipynb #fff3dc36
 class LossScaler(nn.Module):
     "A policy: a loss scale, and the rule that computes the next one from a step's statistics"
-    required_stats = ('found_inf',) # what the step counts for it; also 'numel', 'amax', ('above', edge)
+    required_stats = ('found_inf',) # what the step counts: also 'numel', 'amax', ('above', edge)
 
     def __init__(self,
         init_scale:float, # the first scale
         skip_nonfinite_loss:bool=True, # change nothing in a step whose loss itself was not finite?
         min_scale:float=1., # no scale falls below it; below 1 gradients are checked twice
         max_scale:float=2.**127, # no scale rises above it
-        **config, # other arguments of the policy's constructor; they become attributes and part of the state
+        **config, # other arguments of the policy's constructor: attributes, and part of the state
     ):
         super().__init__()
-        ours = [c for c in type(self).__mro__ if issubclass(c, LossScaler)]
-        wrong = config.keys() - {n for c in ours for n in signature(c.__init__).parameters}
-        if wrong: raise ValueError(f'{type(self).__name__} takes no {", ".join(wrong)}: leave it out.')
+        known = set()
+        for cls in type(self).__mro__:
+            if issubclass(cls, LossScaler): known |= signature(cls.__init__).parameters.keys()
+        wrong = config.keys() - known
+        if wrong:
+            raise ValueError(f'{type(self).__name__} takes no {", ".join(wrong)}: leave it out.')
         if not 2.**-126 <= min_scale <= max_scale <= 2.**127:
-            raise ValueError(f'Scales from {min_scale} to {max_scale} cannot work: take a range in 2^-126 to 2^127.')
-        bounds = dict(min_scale=min_scale, max_scale=max_scale)
-        self.config = dict(init_scale=init_scale, skip_nonfinite_loss=skip_nonfinite_loss, **bounds, **config)
-        vars(self).update(self.config)
-        self.register_buffer('scale', torch.tensor(validate_scale(init_scale, min_scale, max_scale)))
+            raise ValueError(f'Scales from {min_scale} to {max_scale} cannot work: '
+                             'take a range in 2^-126 to 2^127.')
+        self.init_scale, self.skip_nonfinite_loss = init_scale, skip_nonfinite_loss
+        self.min_scale, self.max_scale = min_scale, max_scale
+        for name, value in config.items(): setattr(self, name, value)   # the settings of a subclass
+        self._settings = ('init_scale', 'skip_nonfinite_loss', 'min_scale', 'max_scale', *config)
+        first = validate_scale(init_scale, min_scale, max_scale)
+        self.register_buffer('scale', torch.tensor(first))
         self.register_buffer('held', torch.tensor(0))
+
+    @property
+    def config(self)->dict: # name -> value
+        "The settings, by which a policy of this class can be built again"
+        return {n: getattr(self, n) for n in self._settings}
 
     def scale_loss(self, loss):
         "A loss times the scale, in FP32; dicts, tuples and lists of losses keep their shape"
@@ -79,19 +93,20 @@ class LossScaler(nn.Module):
         return tree_map(lambda l: l.float()*self.scale, loss)
 
     def inv_scale(self, name=None):
-        "The factor that takes the scale out of a parameter's gradient, computed in FP64 and rounded once"
+        "The factor that takes the scale out of a gradient, computed in FP64 and rounded once"
         wide = self.scale if self.scale.is_mps else self.scale.double()
         return wide.reciprocal().float()
 
     def next_scale(self, stats):
-        "The rule, which uses tensors only, so that nothing waits for the device; it may set its buffers"
+        "The rule: tensors only, so that nothing waits for the device; it may set its buffers"
         return self.scale
 
     @torch.no_grad()
     def update(self, stats):
-        "Take the rule's scale, if finite, within bounds; undo all if the loss was not finite. Return the old scale"
+        "Take the rule's scale within bounds, or keep all after a loss that was not finite; the old scale"
         ours = {n: b for n, b in self._buffers.items() if n != 'held'}
-        before, fine = {n: b.clone() for n, b in ours.items()}, stats['loss_finite'].bool()
+        before = {n: b.clone() for n, b in ours.items()}
+        fine = stats['loss_finite'].bool()
         new = self.next_scale(stats)                # it may set buffers, too
         if new is not self.scale: new = torch.where(new - new == 0, new, before['scale'])
         after = dict(self._buffers, scale=new.clamp(self.min_scale, self.max_scale))
@@ -111,8 +126,8 @@ class LossScaler(nn.Module):
         return dict(policy=type(self).__name__, version=1, config=self.config)
 
     def set_extra_state(self, state):
-        self.config = dict(state['config'])
-        vars(self).update(self.config)
+        self._settings = tuple(state['config'])
+        for name, value in state['config'].items(): setattr(self, name, value)
 
 # %% ../nbs/08_scaler.ipynb #b9e4fec0
 class StaticScaler(LossScaler):
@@ -121,20 +136,22 @@ class StaticScaler(LossScaler):
         init_scale:float=2.**10, # the loss scale
         **config, # as for LossScaler
     ):
-        floor = min(1., validate_scale(init_scale, 2.**-126))
-        super().__init__(init_scale, **{'min_scale': floor, **config})
+        config.setdefault('min_scale', min(1., validate_scale(init_scale, 2.**-126)))
+        super().__init__(init_scale, **config)
 
 # %% ../nbs/08_scaler.ipynb #f2c6a728
 def graph_nodes(
     x, # what a model returned, or a loss: tensors in any nest
 )->set: # of autograd nodes
     "All nodes of the graph behind some tensors"
-    tensors, nodes = [], set()
-    map_floats(tensors.append, x)
-    new = {t.grad_fn for t in tensors if t.grad_fn is not None}
-    while new:
-        nodes |= new
-        new = {n for node in new for n, _ in node.next_functions if n is not None} - nodes
+    to_visit = []
+    map_floats(lambda t: to_visit.append(t.grad_fn), x)
+    nodes = set()
+    while to_visit:
+        node = to_visit.pop()
+        if node is None or node in nodes: continue
+        nodes.add(node)
+        for inner, _ in node.next_functions: to_visit.append(inner)
     return nodes
 
 def largest_gradient(
@@ -142,17 +159,19 @@ def largest_gradient(
     batch:tuple, # (inputs, targets); inputs as for `toys.call_args`
     loss_func, # (predictions, targets) -> 0-dim loss, or a nest of losses
 )->float:
-    "The largest magnitude in one FP32 backward pass, among gradients inside the model and those of the weights"
+    "The largest magnitude in one FP32 backward pass, of gradients inside the model and of weights"
     x, y = batch
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     pred = torch.func.functional_call(model, buffers, *call_args(x))
     largest = []
-    def see(grads): largest.extend(g.abs().amax() for g in grads if g is not None and g.numel())
+    def see(grads):
+        for g in grads:
+            if g is not None and g.numel(): largest.append(g.abs().amax().double())
     for node in graph_nodes(pred): node.register_prehook(see)
     params = [p for p in model.parameters() if p.requires_grad]
     loss = sum(tree_leaves(loss_func(pred, y)))
     see(torch.autograd.grad(loss, params, allow_unused=True))
-    return torch.stack([a.double() for a in largest]).amax().item() if largest else 0.
+    return torch.stack(largest).amax().item() if largest else 0.
 
 # %% ../nbs/08_scaler.ipynb #6d219a02
 @patch(cls_method=True)
@@ -166,7 +185,8 @@ def measured(cls:LossScaler,
     "The power of two that lifts the largest gradient of one FP32 backward pass up to `target`"
     amax = largest_gradient(model, batch, loss_func)
     if not 0 < amax < float('inf'):
-        raise ValueError(f'The largest gradient of this batch is {amax}, which no scale fits: check it in FP32.')
+        raise ValueError(f'The largest gradient of this batch is {amax}, which no scale fits: '
+                         'check it in FP32.')
     scale = 2.**floor(log2(target/amax))
     if cls is not StaticScaler: config.setdefault('min_scale', scale/16)
     return cls(scale, **config)
@@ -176,21 +196,23 @@ def is_maximum(
     name, # of a statistic
 )->bool:
     "Is the statistic a largest value, 'amax' or ('amax', of what)? All others are sums"
-    return name == 'amax' or isinstance(name, tuple) and name[0] == 'amax'
+    return name == 'amax' or (isinstance(name, tuple) and name[0] == 'amax')
 
 @torch.no_grad()
 def reduce_stats(
     stats:dict, # of this rank: {name: 0-dim tensor}
     group=None, # a torch.distributed process group; None where there is one process
 )->dict: # of all ranks together
-    "Combine the statistics of all ranks with one SUM, in which each rank fills its slot and leaves zeros elsewhere"
+    "Combine the statistics of all ranks with one SUM: each rank fills its slot of a table of zeros"
     if group is None: return stats
     names = sorted(stats, key=str)
-    mine = torch.stack([stats[n].float() for n in names])
-    slots = mine.new_zeros(len(names), dist.get_world_size(group))
-    slots[:, dist.get_rank(group)] = mine
+    ours = torch.stack([stats[n].float() for n in names])
+    slots = ours.new_zeros(len(names), dist.get_world_size(group))
+    slots[:, dist.get_rank(group)] = ours
     dist.all_reduce(slots, group=group)
-    return {n: row.amax() if is_maximum(n) else row.sum() for n, row in zip(names, slots)}
+    total = {}
+    for n, row in zip(names, slots): total[n] = row.amax() if is_maximum(n) else row.sum()
+    return total
 
 # %% ../nbs/08_scaler.ipynb #4f2aef72
 #| code-fold: true
@@ -208,17 +230,19 @@ def _check_state(
     state:dict, # without a prefix
 ):
     "ValueError, with the keys, unless the whole state fits"
-    mine, about = scaler.state_dict(), state.get('_extra_state')
+    about = state.get('_extra_state')
     kind = about.get('policy') if isinstance(about, dict) else None
-    if kind != type(scaler).__name__:
-        raise ValueError(f'{type(scaler).__name__} cannot load a state of {kind} with {", ".join(state)}.')
+    if kind != type(scaler).__name__: raise ValueError(
+        f'{type(scaler).__name__} cannot load a state of {kind} with {", ".join(state)}.')
     def kind_of(v): return getattr(v, 'dtype', type(v)), getattr(v, 'shape', None)
-    both = mine.keys() & state.keys()
-    wrong = {k for k in both if kind_of(mine[k]) != kind_of(state[k])}
-    wrong |= mine.keys() ^ state.keys()
-    if wrong: raise ValueError(f'These entries are missing, unknown or of another kind: {", ".join(wrong)}.')
-    low, high = about['config']['min_scale'], about['config']['max_scale']
-    if about['version'] != 1 or not low <= state['scale'] <= high:
+    fitting = scaler.state_dict()
+    wrong = fitting.keys() ^ state.keys()
+    for k in fitting.keys() & state.keys():
+        if kind_of(fitting[k]) != kind_of(state[k]): wrong.add(k)
+    if wrong: raise ValueError(
+        f'These entries are missing, unknown or of another kind: {", ".join(wrong)}.')
+    config = about['config']
+    if about['version'] != 1 or not config['min_scale'] <= state['scale'] <= config['max_scale']:
         raise ValueError(f'This state was not saved by this class: version {about["version"]}, '
                          f'scale {state["scale"]:g}.')
 

@@ -10,6 +10,7 @@ __all__ = ['named_gradients', 'unscale_', 'grad_statistic', 'BufferSnapshot', 'S
 
 # %% ../nbs/09_step.ipynb #537570a5
 import gc, re
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakSet
@@ -32,28 +33,28 @@ def named_gradients(
     names=None, # a model, or {parameter: name}
 )->list: # (name, gradient, gradient) for `unscale_`, of the parameters that have one
     "The gradients that an optimizer is about to use"
-    names = {p: n for n, p in names.named_parameters()} if isinstance(names, nn.Module) else names or {}
+    if names is None: names = {}
+    if isinstance(names, nn.Module): names = {p: n for n, p in names.named_parameters()}
     named = []
     for i, ps in enumerate(group_params(opt)):
         for j, p in enumerate(ps):
-            if p.grad is None: continue
-            name = names[p] if p in names else f'group {i}, parameter {j}'
-            named.append((name, p.grad, p.grad))
+            name = names.get(p, f'group {i}, parameter {j}')
+            if p.grad is not None: named.append((name, p.grad, p.grad))
     return named
 
 # %% ../nbs/09_step.ipynb #465606ec
 def _local(t): return t.to_local() if hasattr(t, 'to_local') else t   # FSDP2: this rank's shard
 
 def _by_kind(named, scaler):
-    "(inverse, masters) for each kernel call: masters of one device and dtype, with one scale"
+    "{(device, dtype, inverse of the scale): masters}, an entry for each kernel call"
     overridden = type(scaler).inv_scale is not LossScaler.inv_scale
-    common, kinds = None if overridden else scaler.inv_scale(), {}
+    inv = None if overridden else scaler.inv_scale()
+    kinds = defaultdict(list)
     for name, _, m in named:
+        if overridden: inv = scaler.inv_scale(name)
         m = _local(m)
-        inv = scaler.inv_scale(name) if overridden else common
-        _, masters = kinds.setdefault((m.device, m.dtype, id(inv)), (inv, []))
-        masters.append(m)
-    return kinds.values()
+        kinds[m.device, m.dtype, inv].append(m)
+    return kinds
 
 # %% ../nbs/09_step.ipynb #1ad34696
 @torch.no_grad()
@@ -63,13 +64,19 @@ def unscale_(
 )->Tensor: # 0-dim, greater than 0 where a gradient of this rank was not finite
     "Copy gradients to FP32, and take the scale out there; ValueError for sparse ones"
     named = [t for t in named if t[1] is not None]
-    for name, g, _ in named:
-        if g.is_sparse: raise ValueError(f'The gradient of {name} is sparse, and cannot be unscaled: set sparse=False.')
-    new = [(_local(m), _local(g)) for _, g, m in named if m is not g]
-    if new: torch._foreach_copy_(*map(list, zip(*new)))
+    old = []
+    new = []
+    for name, g, m in named:
+        if g.is_sparse: raise ValueError(
+            f'The gradient of {name} is sparse, and cannot be unscaled: set sparse=False.')
+        if m is not g:
+            old.append(_local(g))
+            new.append(_local(m))
+    if new: torch._foreach_copy_(new, old)
     found = torch.zeros((), device=scaler.scale.device)
-    for inv, masters in _by_kind(named, scaler):
-        here, inv = found.to(masters[0].device), inv.to(masters[0].device)
+    for (device, _, inv), masters in _by_kind(named, scaler).items():
+        here = found.to(device)
+        inv = inv.to(device)
         torch._amp_foreach_non_finite_check_and_unscale_(masters, here, inv)
         if scaler.min_scale < 1:                             # a finite gradient may have overflowed
             torch._amp_foreach_non_finite_check_and_unscale_(masters, here, torch.ones_like(inv))
@@ -84,12 +91,14 @@ def grad_statistic(
     device='cpu', # where the result shall be
 )->Tensor: # 0-dim float32
     "One statistic of several gradients"
-    grads = [_local(g) for g in grads if g.numel()]
-    if want == 'numel': parts = [torch.tensor(g.numel()) for g in grads]
-    elif want == 'amax': parts = [g.abs().amax() for g in grads]
-    else: parts = [g.abs().ge_(want[1]).sum(dtype=torch.float32) for g in grads]
+    def count(g):
+        if want == 'numel': return torch.tensor(g.numel())
+        if want == 'amax': return g.abs().amax()
+        return g.abs().ge_(want[1]).sum(dtype=torch.float32)
+    local = map(_local, grads)                               # of which some may be empty
+    parts = [count(g).to(device).float() for g in local if g.numel()]
     if not parts: return torch.zeros((), device=device)
-    parts = torch.stack([t.to(device).float() for t in parts])
+    parts = torch.stack(parts)
     return parts.amax() if want == 'amax' else parts.sum()
 
 # %% ../nbs/09_step.ipynb #b0ffe209
@@ -99,16 +108,18 @@ def _own_buffers(m):
         if b is not None and 0 not in _local(b).stride(): yield n, _local(b).data
 
 def _to_hook(m):
-    "Modules that hold buffers; a compiled module stands for its parts, since hooks within it would join its graph"
+    "Modules that hold buffers; a compiled one stands for its parts: hooks inside join its graph"
     compiled = hasattr(m, '_orig_mod')
     if compiled or m._buffers: yield m
-    for child in () if compiled else m.children(): yield from _to_hook(child)
+    if compiled: return
+    for child in m.children(): yield from _to_hook(child)
 
 class BufferSnapshot:
     "A model's buffers as they were before a step: running statistics, power iterations, counters"
     def __init__(self,
-        model:nn.Module=None, # None: nothing is kept
-    ): self.model, self.before = model, {}
+        model:nn.Module|None=None, # None: nothing is kept
+    ):
+        self.model, self.before = model, {}
 
     def watch(self)->Handles: # the hooks
         "Keep the buffers of whatever part of the model is called, before it runs"
@@ -121,11 +132,12 @@ class BufferSnapshot:
         if torch.is_grad_enabled(): self.save(module)
 
     def save(self,
-        part:nn.Module=None, # of the model; None: all of it
+        part:nn.Module|None=None, # of the model; None: all of it
     ):
         "Copy buffers before a forward pass; only the first copy of a step counts"
-        part = self.model if part is None else part
-        for m in () if part is None else part.modules():
+        if part is None: part = self.model
+        if part is None: return
+        for m in part.modules():
             for n, b in _own_buffers(m):
                 if (m, n) not in self.before: self.before[m, n] = b.clone()
 
@@ -137,9 +149,9 @@ class BufferSnapshot:
         skip = found > 0
         for (m, n), was in self.before.items():
             b = m._buffers.get(n)
-            b = None if b is None else _local(b).data
-            if b is None or b.shape != was.shape: continue
-            torch.where(skip.to(b.device), was.to(b.device), b, out=b)
+            if b is None: continue
+            b = _local(b).data
+            if b.shape == was.shape: torch.where(skip.to(b.device), was.to(b.device), b, out=b)
 
     def clear(self):
         "Drop the copies, since the step is over"
@@ -155,9 +167,9 @@ class StepOutcome:
     held:Tensor # 0-dim: how many steps in a row, up to this one, had a loss that was not finite
     number:int=0 # of the step in this process
     floor:float=0. # lowest scale allowed; 0 if the first scale was already the lowest
-    grads:list=None # (name, gradient, unscaled gradient), until the first look
-    nonfinite:tuple=None # after the first look: whose gradient was not finite on this rank
-    _stepped:bool=None
+    grads:list|None=None # (name, gradient, unscaled gradient), until the first look
+    nonfinite:tuple|None=None # after the first look: whose gradient was not finite on this rank
+    _stepped:bool|None=None
 
     @property
     def stepped(self)->bool:
@@ -172,27 +184,30 @@ class StepOutcome:
     @property
     def message(self)->str:
         "A sentence that says what happened"
-        scale, then = self.scale.item(), self.next_scale.item()
+        scale = self.scale.item()
         if self.stepped: return f'Step {self.number} was taken at a loss scale of {scale:g}.'
-        who = ', '.join(self.nonfinite[:3]) + ' …'*(len(self.nonfinite) > 3)
-        who = f'the gradient of {who}' if who else 'a gradient elsewhere'
         if self.held.item(): who = 'the loss itself'
-        return (f'Step {self.number} was skipped: at a loss scale of {scale:g} {who} was not finite; '
-                f'the next scale is {then:g}.')
+        elif not self.nonfinite: who = 'a gradient elsewhere'
+        else:
+            who = 'the gradient of ' + ', '.join(self.nonfinite[:3])
+            if len(self.nonfinite) > 3: who += ' …'
+        return (f'Step {self.number} was skipped: at a loss scale of {scale:g} {who} '
+                f'was not finite; the next scale is {self.next_scale.item():g}.')
 
     def warn(self):
-        "Warn after fifty non-finite losses in a row, or at the lowest scale; checked at known skips and each 50th step"
+        "Warn of fifty non-finite losses in a row, and of the lowest scale; at skips and 50th steps"
         if self._stepped is not False and self.number % 50 != 49: return
         held = int(self.held.item())
         if held >= 50:
             warn_user(f'The loss has not been finite since step {self.number - held + 1}: '
                       'the model or its data is broken, not the scale.')
         if self.next_scale.item() <= self.floor:
-            warn_user(f'The loss scale has fallen to its floor of {self.floor:g}: look at the model and its data.')
+            warn_user(f'The loss scale has fallen to its floor of {self.floor:g}: '
+                      'look at the model and its data.')
 
 # %% ../nbs/09_step.ipynb #11c4ed02
 def find_joinables(
-    model:nn.Module=None, # that is trained; None: not known
+    model:nn.Module|None=None, # that is trained; None: not known
 ): # a collection of DDP models and the like
     "The objects by which torch's `Join` may know this model: itself, or all such objects alive now"
     model = getattr(model, '_orig_mod', model)               # inside torch.compile
@@ -203,32 +218,36 @@ def validate_join(
     joinables, # of `find_joinables`
 ):
     "ValueError within torch's `Join`, unless it ends the training of all ranks together"
-    configs = [getattr(m, '_join_config', None) for m in joinables]
-    if any(c and c.enable and not c.throw_on_early_termination for c in configs): raise ValueError(
-        'Within Join a rank that has no batch left decides nothing, and the others would wait for it: '
-        'give each rank the same number of batches, as DistributedSampler(drop_last=True) does.')
+    for m in joinables:
+        join = getattr(m, '_join_config', None)
+        if join and join.enable and not join.throw_on_early_termination: raise ValueError(
+            'Within Join a rank that has no batch left decides nothing, and the others would wait: '
+            'give each rank the same number of batches, as DistributedSampler(drop_last=True).')
 
 def decision_group(
-    group=None, # process group that decides together; None: that of a DDP model, or all ranks, if there are any
-    model:nn.Module=None, # that is trained
+    group=None, # process group that decides together; None: a DDP model's, or all ranks
+    model:nn.Module|None=None, # that is trained
 ): # the process group; None: this process alone
     "The ranks that decide together"
-    group = group or getattr(model, 'process_group', None)
-    together = group is None and dist.is_available() and dist.is_initialized()
-    return dist.group.WORLD if together else group
+    if group is None: group = getattr(model, 'process_group', None)
+    if group is None and dist.is_available() and dist.is_initialized(): return dist.group.WORLD
+    return group
 
 # %% ../nbs/09_step.ipynb #c1778fe6
 class StepController:
     "Collects what a policy wants to know of a step, and lets it choose the next scale"
     def __init__(self,
         scaler:LossScaler, # the policy
-        model:nn.Module=None, # its buffers go back if a step is skipped; a policy may watch it
+        model:nn.Module|None=None, # its buffers go back if a step is skipped; a policy may watch it
         group=None, # process group that decides together; None: all ranks, if there are any
     ):
-        self.scaler, self.model, self.group, self.number = scaler, model, group, -1
-        self.watched, self.buffers = scaler.watch(model), BufferSnapshot(model)
-        self.joinables = None                                # looked for at the first decision of several ranks
-        self.names = {} if model is None else {p: n for n, p in model.named_parameters()}
+        self.scaler, self.model, self.group = scaler, model, group
+        self.number = -1
+        self.watched = scaler.watch(model)
+        self.buffers = BufferSnapshot(model)
+        self.joinables = None                                # looked for once, among several ranks
+        self.names = {}
+        if model is not None: self.names = {p: n for n, p in model.named_parameters()}
         self.reset()
 
     def reset(self):
@@ -241,9 +260,11 @@ class StepController:
     ):
         "Add to what was collected; of maxima the larger one stays"
         for n, v in stats.items():
-            v, old = v.to(self.scaler.scale), self.stats.get(n)
-            if old is None: self.stats[n] = v
-            else: self.stats[n] = old.to(v).maximum(v) if is_maximum(n) else old.to(v) + v
+            v = v.to(self.scaler.scale)
+            if n in self.stats:
+                old = self.stats[n].to(v)
+                v = old.maximum(v) if is_maximum(n) else old + v
+            self.stats[n] = v
 
     @torch.no_grad()
     def see_loss(self,
@@ -253,10 +274,12 @@ class StepController:
         for l in tree_leaves(loss):
             if torch._C._functorch.is_functorch_wrapped_tensor(l): continue
             bad = l - l != 0
-            bad = (bad.any() if bad.dim() else bad).to(self.scaler.scale.device)
-            old = self.stats.get('loss_nonfinite')
-            self.stats['loss_nonfinite'] = bad if old is None else old + bad
-            if ('amax', 'loss') in self.scaler.required_stats: self.add({('amax', 'loss'): l.abs().max()})
+            if bad.dim(): bad = bad.any()
+            bad = bad.to(self.scaler.scale.device)           # a bool: `add` would cast it, one op more
+            if 'loss_nonfinite' in self.stats: bad = self.stats['loss_nonfinite'] + bad
+            self.stats['loss_nonfinite'] = bad
+            if ('amax', 'loss') in self.scaler.required_stats:
+                self.add({('amax', 'loss'): l.abs().max()})
 
     @property
     def counted(self)->list:
@@ -279,21 +302,24 @@ class StepController:
         named:list, # as for the function `unscale_`
     ):
         "Count what the policy wants in the scaled gradients, then take the scale out of them"
-        if not any(g is not None for _, g, _ in named) and decision_group(self.group, self.model) is None:
+        grads = [g for _, g, _ in named if g is not None]
+        if not grads and decision_group(self.group, self.model) is None:
             raise ValueError('No parameter has a gradient: check that the loss depends on them.')
-        self.count([g for _, g, _ in named if g is not None])
+        self.count(grads)
         self.add(dict(found_inf=unscale_(named, self.scaler)))
         self.named += named
 
     def gather(self)->dict: # {name: 0-dim tensor}
-        "What was collected and watched, of all ranks together; 'skips' is above 0 where a step is to be skipped"
+        "What was collected and watched, of all ranks; 'skips' is above 0 to skip the step"
         if self.watched: self.add(self.watched.read())
+        required = self.scaler.required_stats
         if 'loss_nonfinite' not in self.stats:               # nobody has shown a loss
             self.stats['loss_nonfinite'] = torch.zeros_like(self.scaler.scale)
-        if ('amax', 'loss') in self.scaler.required_stats and ('amax', 'loss') not in self.stats:
+        if ('amax', 'loss') in required and ('amax', 'loss') not in self.stats:
             self.stats['amax', 'loss'] = torch.ones_like(self.scaler.scale)
-        missing = [w for w in self.scaler.required_stats if w not in (*self.stats, 'loss_finite')]
-        if missing: raise ValueError(f'{self.scaler!r} wants {missing}, which nothing counts: count it in watch().')
+        missing = [w for w in required if w not in (*self.stats, 'loss_finite')]
+        if missing: raise ValueError(
+            f'{self.scaler!r} wants {missing}, which nothing counts: count it in watch().')
         group = decision_group(self.group, self.model)
         if group is not None and dist.get_world_size(group) > 1:
             if self.joinables is None: self.joinables = find_joinables(self.model)
@@ -304,45 +330,50 @@ class StepController:
         return stats | dict(skips=skips)
 
     def decide(self,
-        gathered:dict=None, # what `gather` returned, if it was called already
-        stepped:bool=None, # was the step taken? None: the host does not know yet
+        gathered:dict|None=None, # what `gather` returned, if it was called already
+        stepped:bool|None=None, # was the step taken? None: the host does not know yet
     )->StepOutcome:
         "Let the policy choose the next scale, the same on every rank"
         stats = dict(self.gather() if gathered is None else gathered)
         found = stats.pop('skips')
         stats['loss_finite'] = stats.pop('loss_nonfinite') == 0
-        scaler, named = self.scaler, self.named
+        scaler = self.scaler
         scale = scaler.update(stats)
         if not stepped: self.buffers.restore(found)
         self.buffers.clear()
         self.number += 1
-        self.reset()
         floor = scaler.min_scale if scaler.min_scale < scaler.init_scale else 0.
-        then, held = scaler.scale.clone(), scaler.held.clone()
-        return StepOutcome(found, scale, then, held, self.number, floor, named, _stepped=stepped)
+        outcome = StepOutcome(found, scale, scaler.scale.clone(), scaler.held.clone(), self.number,
+                              floor, self.named, _stepped=stepped)
+        self.reset()
+        return outcome
 
 # %% ../nbs/09_step.ipynb #240d6d28
 def supports_found_inf(
     opt, # a torch or fastai optimizer
 )->bool:
-    "Can the optimizer skip its next step on the device? Yes if it is fused, except for SGD's first step with momentum"
+    "Can it skip its next step on the device? If it is fused, except SGD's first step with momentum"
     opt = inner_optimizer(opt)
     if not getattr(opt, '_step_supports_amp_scaling', False): return False
     if not isinstance(opt, torch.optim.SGD): return True
     moving = [p for g in opt.param_groups if g['momentum'] for p in g['params']]
-    started = [opt.state.get(p, {}).get('momentum_buffer') for p in moving if p.grad is not None]
-    return all(b is not None for b in started)
+    for p in moving:
+        buffer = opt.state.get(p, {}).get('momentum_buffer')
+        if p.grad is not None and buffer is None: return False
+    return True
 
 @contextmanager
 def guarded_step(
     opt, # a torch or fastai optimizer
     outcome:StepOutcome, # of the step
 ): # a context: may `opt.step()` be called?
-    "A context for a step; a fused optimizer may always step in it, since it reads from the device whether to skip"
-    inner, fused = inner_optimizer(opt), supports_found_inf(opt)
+    "A context for a step; a fused optimizer may always step: it skips on the device"
+    inner = inner_optimizer(opt)
+    fused = supports_found_inf(opt)
     if fused:
         outcome.grads = None
-        inner.grad_scale, inner.found_inf = None, (outcome.found_inf > 0).float()
+        inner.grad_scale = None
+        inner.found_inf = (outcome.found_inf > 0).float()
     try: yield fused or outcome.stepped
     finally:
         if fused: del inner.grad_scale, inner.found_inf
@@ -364,9 +395,11 @@ def validate_scheme(
     "The dtype; ValueError unless FP16 has a scaler, or BF16 none or a constant one"
     dtype = half_dtype(dtype)
     if not isinstance(scaler, LossScaler | None):
-        raise ValueError(f'{scaler!r} is not a policy: give one, such as DynamicScaler(); the format is dtype=.')
+        raise ValueError(f'{scaler!r} is not a policy: give one, such as DynamicScaler(); '
+                         'the format is dtype=.')
     if dtype == torch.float16 and scaler is None:
-        raise ValueError('FP16 loses small gradients, and the scaler is None: give a loss scaler, say DynamicScaler().')
+        raise ValueError('FP16 loses small gradients, and the scaler is None: '
+                         'give a loss scaler, say DynamicScaler().')
     if dtype == torch.bfloat16 and not isinstance(scaler, StaticScaler | None):
         raise ValueError(f"BF16 has FP32's range: leave out {scaler!r}, or take dtype='fp16'.")
     return dtype
@@ -377,11 +410,14 @@ def validate_trainable(
     "ValueError if its trained weights are not FP32, or if it has sparse gradients"
     for n, p in model.named_parameters():
         if not p.requires_grad or p.dtype == torch.float32: continue
-        if p.dtype.itemsize < 4: raise ValueError(f'{n} is {p.dtype} already, hence rounded: train the FP32 model, '
+        if p.dtype.itemsize < 4: raise ValueError(
+            f'{n} is {p.dtype} already, hence rounded: train the FP32 model, '
             'or call model.float() and go on from the rounded weights.')
-        raise ValueError(f'{n} is {p.dtype}, and autocast casts only float32: cast the model to float32.')
-    sparse = [n for n, m in model.named_modules() if getattr(m, 'sparse', False) is True]
-    if sparse: raise ValueError(f'The gradient of {sparse[0]} is sparse, and cannot be unscaled: set sparse=False.')
+        raise ValueError(f'{n} is {p.dtype}, and autocast casts only float32: '
+                         'cast the model to float32.')
+    for n, m in model.named_modules():
+        if getattr(m, 'sparse', False) is True: raise ValueError(
+            f'The gradient of {n} is sparse, and cannot be unscaled: set sparse=False.')
 
 def validate_optimizer(
     opt, # a torch or fastai optimizer
@@ -389,14 +425,14 @@ def validate_optimizer(
 ):
     "ValueError for several optimizers, for LBFGS, and for one that moves another model"
     if isinstance(opt, (list, tuple)): raise ValueError(
-        f'A step has one optimizer, not {len(opt)}: give an object whose param_groups, zero_grad() and step() '
-        'are those of all of them; a skipped step then moves none.')
+        f'A step has one optimizer, not {len(opt)}: give an object whose param_groups, zero_grad() '
+        'and step() are those of all of them; a skipped step then moves none.')
     if isinstance(inner_optimizer(opt), torch.optim.LBFGS): raise ValueError(
-        'LBFGS runs the model many times within its step, and one decision cannot cover them: train with it in FP32.')
-    params = {p for ps in group_params(opt) for p in ps}
-    if params.isdisjoint(model.parameters()): raise ValueError(
-        f'This {type(inner_optimizer(opt)).__name__} moves no parameter of the {type(model).__name__}: '
-        'build it on model.parameters().')
+        'LBFGS runs the model many times within its step, and one decision cannot cover them: '
+        'train with it in FP32.')
+    if set(sum(group_params(opt), [])).isdisjoint(model.parameters()): raise ValueError(
+        f'This {type(inner_optimizer(opt)).__name__} moves no parameter of the '
+        f'{type(model).__name__}: build it on model.parameters().')
 
 # %% ../nbs/09_step.ipynb #6b7d1718
 def hooked_weights(
@@ -414,13 +450,14 @@ def validate_unmoved(
     moved = [(p, old) for p, old in before if not torch.equal(p, old)]
     for p, old in moved: p.copy_(old)
     if moved: raise ValueError(
-        'A gradient hook moved a weight during the backward pass, by a gradient that still carries the loss scale: '
-        'let the optimizer step after the backward pass.')
+        'A gradient hook moved a weight during the backward pass, by a gradient that still carries '
+        'the loss scale: let the optimizer step after the backward pass.')
 
 _LOGS = re.compile(r'(Log|Log1P|Log2|Log10|BinaryCrossEntropy)Backward')
 _PROBABILITIES = re.compile('(Sigmoid|Softmax)Backward')
-_BETWEEN = re.compile('(Add|Sub|Rsub|Mul|Div|Clamp|ToCopy|View|UnsafeView|Squeeze|Unsqueeze|Select|Slice|'
-                      'Index|Gather|Clone|Transpose|Permute|T|Expand|Cat|Stack)Backward')
+_BETWEEN = re.compile('(Add|Sub|Rsub|Mul|Div|Clamp|ToCopy|View|UnsafeView|Squeeze|Unsqueeze|'
+                      'Select|Slice|Index|Gather|Clone|Transpose|Permute|T|Expand|'
+                      'Cat|Stack)Backward')
 
 def validate_log_of_half(
     loss, # a loss, or a nest of them, before the backward pass
@@ -445,16 +482,16 @@ def validate_log_of_half(
 class MixedStep:
     "A step for `toys.fit`: forward and backward in half precision, the loss in FP32, any scaler"
     def __init__(self,
-        scaler:LossScaler=None, # which scale, and when to change it; FP16 needs one, BF16 none
+        scaler:LossScaler|None=None, # which scale, and when to change it; FP16 needs one, BF16 none
         dtype:str|torch.dtype='fp16', # of forward and backward: 'fp16' or 'bf16'
-        compute=None, # context of both passes; None: `fp32_accumulate` on a CPU, torch's kernels elsewhere
-        clip:float=None, # largest norm of the optimizer's unscaled gradients, all together
+        compute=None, # context of both passes; None: `fp32_accumulate` on a CPU only
+        clip:float|None=None, # largest norm of the optimizer's unscaled gradients, all together
         group=None, # process group that decides together; None: all ranks, if there are any
     ):
         self.dtype = validate_scheme(dtype, scaler)
         self.scaler = StaticScaler(1.) if scaler is None else scaler
         self.compute, self.clip, self.group = compute, clip, group
-        self.stats, self.outcome = None, None
+        self.stats = self.outcome = None
 
     def begin(self,
         model:nn.Module, # in FP32

@@ -14,7 +14,9 @@ from fastai.torch_core import TensorBase
 from mpcourse.callback import quiet_fit, tensor_dls
 from mpcourse import checkpoint
 from mpcourse.checkpoint import CheckpointCB, load_training_state, read_training_state, save_training_state, atomic_save
+from mpcourse.dynamic import DynamicScaler
 from mpcourse.scaler import StaticScaler
+from mpcourse.step import MixedStep
 from mpcourse.learner import MonitorCB
 from test_callback import At, Climber, assert_clean, at_iter, ctrl_c, fit, inf_grad, learner, same, seed_all, tree, whole
 
@@ -611,6 +613,46 @@ def test_what_has_no_state_is_refused_by_name(f, wrong, tmp_path):
     for bad in (7.5, None) if wrong < 2 else (7.5,):
         args[wrong] = bad
         with pytest.raises(TypeError, match=str(bad)): f(tmp_path/'a.pt', *args)
+
+
+@pytest.mark.parametrize('missing', [0, 1])
+def test_a_missing_part_is_refused_without_a_scaler_too(missing, tmp_path):
+    parts = [*small()]
+    parts[missing] = None
+    with pytest.raises(TypeError, match='None has no state'): save_training_state(tmp_path/'a.pt', *parts)
+
+
+class Refuses(nn.Linear):
+    "A layer that takes its own state alone"
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.own = self.weight.sum().item()
+
+    def get_extra_state(self): return self.own
+    def set_extra_state(self, state):
+        if state != self.own: raise ValueError('not this one')
+
+
+class RefusesAll(torch.optim.Adam):
+    "An optimizer that refuses every state"
+    def load_state_dict(self, state): raise ValueError('not this one')
+
+
+@pytest.mark.parametrize('last, opt', [(Refuses, torch.optim.Adam), (nn.Linear, RefusesAll)], ids=['model', 'optimizer'])
+def test_where_a_part_refuses_its_state_nothing_has_changed(last, opt, tmp_path):
+    "The scaler fits, and so does the first layer; a later part does not"
+    def trained(seed):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(4, 4), last(4, 2))
+        moves, step = opt(net.parameters()), MixedStep(DynamicScaler(2.**(10 + seed)))
+        for _ in range(2): step(net, torch.rand(8, 4), torch.rand(8, 2), moves, F.mse_loss)
+        return net, moves, step.scaler
+    def bits(parts): return tree([x.state_dict() for x in parts]), random.getstate(), torch.get_rng_state()
+    path, parts = save_training_state(tmp_path/'a.pt', *trained(0)), trained(1)
+    before = bits(parts)
+    with pytest.raises(ValueError, match='not this one'): load_training_state(path, *parts)
+    after = bits(parts)
+    assert same(before[0], after[0]) and before[1] == after[1] and same(before[2], after[2])
 
 
 # --- states without a Learner ---

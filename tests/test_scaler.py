@@ -81,6 +81,14 @@ def test_the_arguments_make_the_policy_again(make):
     assert (a.skip_nonfinite_loss, a.max_scale, a.init_scale) == (False, 2.**20, 4.)
 
 
+def test_a_setting_that_was_changed_is_saved_as_it_is_now():
+    a, b = Torch(), Torch()
+    a.interval, a.max_scale = 1, 2.**9
+    assert a.config['interval'] == 1
+    b.load_state_dict(a.state_dict())
+    assert (b.interval, b.max_scale) == (1, 2.**9) and b.config == a.config
+
+
 @policies
 @pytest.mark.parametrize('way', ['state', 'file', 'copy', 'pickle'])
 def test_what_is_saved_goes_on_as_the_original(make, way, tmp_path):

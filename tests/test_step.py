@@ -186,6 +186,19 @@ def test_statistics_of_two_optimizers_add_up_and_of_maxima_the_larger_stays():
 def test_a_largest_value_that_is_not_finite_is_not_lost(bad): assert not grad_statistic('amax', [torch.ones(3), torch.tensor([1., bad, 2.])]).isfinite()
 
 
+class Shard:
+    "A sharded gradient, of which this rank may hold nothing"
+    def __init__(self, local): self.local = local
+    def numel(self): return 4
+    def to_local(self): return self.local
+
+
+def test_a_rank_without_a_shard_counts_nothing():
+    empty, some = Shard(torch.empty(0)), Shard(torch.tensor([1., -3.]))
+    for want, expected in ('numel', 2.), ('amax', 3.), (('above', 2.), 1.):
+        assert grad_statistic(want, [empty, some]) == expected and grad_statistic(want, [empty]) == 0
+
+
 def test_what_nobody_counts_and_what_nobody_watches_is_said():
     class Median(StaticScaler): required_stats = 'found_inf', 'median'
     with pytest.raises(ValueError) as e: judge(one(torch.ones(1)), Median())
