@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLORS', 'CYCLE', 'STEP_BOXES', 'STEP_ARROWS', 'use_style', 'fmt_color', 'log2_axis', 'format_band', 'Log2Hist',
-           'log2_hist', 'plot_log2_hist', 'plot_step', 'figure_html', 'live_source', 'Explorer', 'explore', 'Live']
+           'log2_hist', 'plot_log2_hist', 'plot_step', 'Explorer', 'explore', 'Live']
 
 # %% ../nbs/90_plots.ipynb #e2a5a0b5
 import base64, html, io, itertools, json, math, os, re

@@ -60,6 +60,7 @@ def test_sidebar_lists_every_notebook_once_in_order():
 @pytest.mark.parametrize('src, new', [
     ('#| export\nx = 1', '#| exports\n#| classes: exported\nx = 1'),
     ('#| exports\nx = 1', '#| exports\n#| classes: exported\nx = 1'),
+    ('#| exporti\nx = 1', '#| exports\n#| classes: exported\nx = 1'),
     ('#| export\n#| code-fold: true\n#| code-summary: "more"\nx = 1', '#| exports\n#| classes: exported\nx = 1'),
     ('#| export\nimport os\nfrom sys import path', '#| code-fold: true\n#| code-summary: "Imports"\nimport os\nfrom sys import path'),
     ('import os', '#| code-fold: true\n#| code-summary: "Imports"\nimport os'),

@@ -84,6 +84,7 @@ def test_all_brings_every_name_of_the_library():
     names = {}
     exec('from mpcourse.all import *', names)
     assert not set(want) - set(names)
+    assert len(want) <= 300, 'a name that only its module needs is exported by `#| exporti`'
 
 
 @sources

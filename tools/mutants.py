@@ -112,7 +112,7 @@ M = [Mutant(*row) for row in (
     ('checkpoint', 'new.unlink(missing_ok=True)', 'pass', 3, 'write_that_fails'),
     ('checkpoint', "    raise TypeError(f'{name} is", "    return x\n    raise TypeError(f'{name} is", 3, 'cannot_be_read'),
     ('checkpoint', "x.detach().as_subclass(Tensor)", "x.detach()", 'checkpoint', 'every_loss'),
-    ('checkpoint', "return {KIND: 'tensors', 'of': torch.stack(x)}", "return x", 'checkpoint', 'late_as_early'),
+    ('checkpoint', "return {_KIND: 'tensors', 'of': torch.stack(x)}", "return x", 'checkpoint', 'late_as_early'),
     ('checkpoint', 'if free and path.exists() and os.path.samefile(f.fileno(), path)', 'if free', 'checkpoint', 'just_renamed'),
     ('checkpoint', 'try: fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'try: pass', 'checkpoint', 'second_process or never_write'),
     ('checkpoint', 'f.truncate(0)', 'pass', 'checkpoint', 'written_over'),

@@ -173,7 +173,7 @@ def set_view(
     if is_hidden(d) or 'hide_output' in d or d.get('output') is False:
         cell.outputs = [o for o in cell.outputs if o.output_type == 'error']
     is_quiet = is_hidden(d) or d.get('echo') is False or 'hide_input' in d
-    exported = {'export', 'exports'} & set(d)
+    exported = {'export', 'exporti', 'exports'} & set(d)
     cell.metadata['alt'] = d.get('fig-alt') or d.get('fig-cap')
     cell.metadata['view'] = dict(
         shown=bool(code.strip()) and (failed or not is_quiet), fold='' if failed else fold_title(d, code),

@@ -45,10 +45,10 @@ def site_source(
 ) -> str: # the source that nbdev is given
     "The library's code in full; imports and checkers as plain folded cells"
     if has(src, 'hide', 'default_exp'): return src
-    plain = drop(src, 'export', 'exports')
+    plain = drop(src, 'export', 'exporti', 'exports')
     if is_imports(plain): return fold(plain, 'Imports')
     if re.search(r'^def check_', plain, re.M): return fold(plain, 'The checker')
-    if not has(src, 'export', 'exports'): return src
+    if not has(src, 'export', 'exporti', 'exports'): return src
     return '#| exports\n#| classes: exported\n' + drop(plain, 'code-fold', 'code-summary')
 
 
@@ -57,7 +57,7 @@ def names(
 ) -> list: # 'fit', 'FloatFormat', 'FloatFormat.decode'
     "The public functions and classes of an exported cell, and the methods that it adds to a class"
     found = []
-    for node in ast.parse(directives(src)[1]).body if has(src, 'export', 'exports') else ():
+    for node in ast.parse(directives(src)[1]).body if has(src, 'export', 'exporti', 'exports') else ():
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith('_'): continue
         patched = any('patch' in ast.unparse(d) for d in node.decorator_list)
         owner = re.match(r'\w+', ast.unparse(node.args.args[0].annotation))[0] + '.' if patched else ''
