@@ -32,7 +32,7 @@ def welford_mean(
     g:Tensor, # the next one, of the same shape and dtype
     k:int, # how many there are, g included
 )->Tensor: # the mean of all k
-    "Welford's running mean (1962), M_k = M + (g − M)/k; it rounds three times, and g − M may overflow"
+    "Welford's running mean (1962), M_k = M + (g − M)/k; it rounds thrice, and g − M may overflow"
     return mean + (g - mean)/k
 
 # %% ../nbs/21_accumulate.ipynb #ce0081d6
@@ -50,12 +50,15 @@ def running_mean(
     grads, # tensors of one shape and dtype, one after the other
     rule:str='lerp', # one of `MEANS`
 )->Tensor: # their mean, in their dtype
-    "The mean of tensors, computed without their sum; ValueError for an unknown rule, or for no tensors"
-    if rule not in MEANS: raise ValueError(f'There is no rule {rule!r} for a mean: take one of {", ".join(MEANS)}.')
+    "The mean of tensors, without their sum; ValueError for an unknown rule, or for no tensors"
+    if rule not in MEANS: raise ValueError(
+        f'There is no rule {rule!r} for a mean: take one of {", ".join(MEANS)}.')
     mean = None
     for k, g in enumerate(grads, 1):
-        mean = MEANS[rule](torch.zeros_like(g) if mean is None else mean, g, k)
-    if mean is None: raise ValueError(f'{grads!r} holds no tensor, so it has no mean: give at least one.')
+        if mean is None: mean = torch.zeros_like(g)
+        mean = MEANS[rule](mean, g, k)
+    if mean is None:
+        raise ValueError(f'{grads!r} holds no tensor, so it has no mean: give at least one.')
     return mean
 
 # %% ../nbs/21_accumulate.ipynb #1d4935c9
@@ -63,19 +66,26 @@ class RunningMean:
     "The mean of gradients that arrive one micro-batch after another, kept in their dtype"
     def __init__(self,
         params, # parameters whose `.grad` is collected
-    ): self.params, self.means, self.seen = list(params), {}, 0
+    ):
+        self.params = list(params)
+        self.means = {}
+        self.seen = 0
 
     @torch.no_grad()
     def add(self,
         n:int=1, # examples in this micro-batch
     ):
         "Move the gradients from `.grad` into the mean; a missing gradient counts as zero"
-        live = [p for p in self.params if p.grad is not None or p in self.means]
-        new = [torch.zeros_like(p) if p.grad is None else p.grad for p in live]
-        means = [self.means.setdefault(p, torch.zeros_like(g)) for p, g in zip(live, new)]
+        grads = []
+        means = []
+        for p in self.params:
+            if p.grad is None and p not in self.means: continue
+            g = torch.zeros_like(p) if p.grad is None else p.grad
+            grads.append(g)
+            means.append(self.means.setdefault(p, torch.zeros_like(g)))
+            p.grad = None
         self.seen += n
-        if live: torch._foreach_lerp_(means, new, n/self.seen)
-        for p in live: p.grad = None
+        if means: torch._foreach_lerp_(means, grads, n/self.seen)
 
     def put(self):
         "Move the mean to `.grad`, and start a new one"
@@ -91,7 +101,8 @@ def mean_backward(
 )->Tensor: # the mean loss, FP32, without the scale
     "Leave the mean gradient of all examples in `.grad`"
     model.zero_grad()
-    mean, losses = RunningMean(model.parameters()), []
+    mean = RunningMean(model.parameters())
+    losses = []
     for xb, yb in parts:
         loss = loss_func(cast_floats(model(xb), torch.float32), yb)
         scaler.scale_loss(loss).backward()
@@ -105,24 +116,29 @@ def mean_backward(
 STORAGE_ROUNDINGS = ('nearest', 'stochastic', 'kahan')
 
 class NoMasterWeights:
-    "Weights stored in 16 bits without a master copy; they are FP32 inside `wide()`, and rounded at its end"
+    "Weights stored in 16 bits without a master copy: FP32 inside `wide()`, and rounded at its end"
     def __init__(self,
         params, # a model's parameters, of which those of 16 bits that are trained count
-        rounding:str='stochastic', # one of `STORAGE_ROUNDINGS`; 'kahan' keeps what rounding to nearest cut off
-        generator:torch.Generator=None, # for 'stochastic', on the device of the weights
+        rounding:str='stochastic', # one of `STORAGE_ROUNDINGS`; 'kahan' keeps what nearest cut off
+        generator:torch.Generator|None=None, # for 'stochastic', on the device of the weights
     ):
-        if rounding not in STORAGE_ROUNDINGS:
-            raise ValueError(f'rounding={rounding!r} is unknown: take one of {", ".join(STORAGE_ROUNDINGS)}.')
+        if rounding not in STORAGE_ROUNDINGS: raise ValueError(
+            f'rounding={rounding!r} is unknown: take one of {", ".join(STORAGE_ROUNDINGS)}.')
         self.params = [p for p in params if p.requires_grad and p.element_size() == 2]
-        if not self.params: raise ValueError('No trained parameter has 16 bits to round to: cast the model.')
+        if not self.params:
+            raise ValueError('No trained parameter has 16 bits to round to: cast the model.')
         self.rounding, self.generator = rounding, generator
-        self.compensation = [torch.zeros_like(p.data) for p in self.params] if rounding == 'kahan' else []
+        self.compensation = []
+        if rounding == 'kahan': self.compensation = [torch.zeros_like(p.data) for p in self.params]
 
     def widen(self, i):
         "Parameter i and its gradient in FP32"
         p = self.params[i]
-        w, g, p.grad = p.data.float(), p.grad, None
-        p.data = w + self.compensation[i] if self.compensation else w
+        g = p.grad
+        p.grad = None
+        w = p.data.float()
+        if self.compensation: w = w + self.compensation[i]
+        p.data = w
         if g is not None: p.grad = g.float()
 
     @torch.no_grad()
@@ -151,7 +167,7 @@ class NoMasterWeights:
 def state_dict(self:NoMasterWeights,
     opt:torch.optim.Optimizer, # of the same parameters
 )->dict: # for `torch.save`
-    "What a training needs to continue, besides the model's state; like torch's it holds references, so save or copy it"
+    "What a training needs besides the model's state; like torch's it holds references, so copy it"
     generator = None if self.generator is None else self.generator.get_state()
     return dict(opt=opt.state_dict(), lost=list(self.compensation), generator=generator)
 
@@ -160,10 +176,12 @@ def load_state_dict(self:NoMasterWeights,
     state:dict, # from `state_dict`
     opt:torch.optim.Optimizer, # of the same parameters
 ):
-    "Restore bit for bit; torch casts an optimizer's state to the dtype of its weights, so these are FP32 meanwhile"
-    if len(state['lost']) != len(self.compensation) or (state['generator'] is None) != (self.generator is None):
-        raise ValueError(f'The state was saved with another rounding or generator than {self.rounding!r} and '
-                         f'{self.generator}: give those with which it was saved.')
+    "Restore bit for bit; torch casts the state to the dtype of the weights, so these are FP32"
+    rounding_fits = len(state['lost']) == len(self.compensation)
+    generator_fits = (state['generator'] is None) == (self.generator is None)
+    if not (rounding_fits and generator_fits): raise ValueError(
+        f'The state was saved with another rounding or generator than {self.rounding!r} and '
+        f'{self.generator}: give those with which it was saved.')
     with self.wide(): opt.load_state_dict(state['opt'])
     for t, saved in zip(self.compensation, state['lost']): t.copy_(saved)
     if self.generator is not None: self.generator.set_state(state['generator'])
@@ -174,14 +192,16 @@ class NoMasterStep(MixedStep):
     def __init__(self,
         scaler:LossScaler, # which scale, and when to change it
         rounding:str='stochastic', # of the stored weights, as in `NoMasterWeights`
-        generator:torch.Generator=None, # for stochastic rounding
+        generator:torch.Generator|None=None, # for stochastic rounding
         parts:int=1, # micro-batches that each batch is cut into
-        clip:float=None, # largest global norm of the unscaled gradients
-        compute=None, # context of both passes; None: `fp32_accumulate` on a CPU, torch's kernels elsewhere
+        clip:float|None=None, # largest global norm of the unscaled gradients
+        compute=None, # context of both passes; None: `fp32_accumulate` on a CPU only
     ):
         super().__init__(scaler, compute=compute, clip=clip)
-        if not (isinstance(parts, int) and parts > 0): raise ValueError(f'parts={parts!r} cannot work: take 1, 2, 3 …')
-        self.rounding, self.generator, self.parts = rounding, generator, parts
+        if not (isinstance(parts, int) and parts > 0):
+            raise ValueError(f'parts={parts!r} cannot work: take 1, 2, 3 …')
+        self.rounding, self.generator = rounding, generator
+        self.parts = parts
 
     def begin(self, model):
         "Prepare for a new model in half precision, and let the policy watch it"
@@ -191,7 +211,8 @@ class NoMasterStep(MixedStep):
     def backward(self, model, xb, yb, loss_func):
         "Compute the loss of a batch, and leave the mean gradient of its micro-batches in `.grad`"
         micro = zip(xb.chunk(self.parts), yb.chunk(self.parts))
-        with half_compute(xb.device.type, self.compute): loss = mean_backward(model, micro, loss_func, self.scaler)
+        with half_compute(xb.device.type, self.compute):
+            loss = mean_backward(model, micro, loss_func, self.scaler)
         self.stats.see_loss(loss)
         return loss
 

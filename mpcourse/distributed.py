@@ -26,15 +26,15 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         def one(rank):
             torch.set_num_threads(1)
-            meet, limit = f'file://{folder}/meet', timedelta(seconds=timeout)
-            dist.init_process_group('gloo', meet, limit, rank=rank, world_size=world)
+            dist.init_process_group('gloo', f'file://{folder}/meet', timedelta(seconds=timeout),
+                                    rank=rank, world_size=world)
             try: return work(*args)
             finally:
                 time.sleep(.02) # torch 2.6 may lock up: gloo's thread waits for the interpreter
                 dist.destroy_process_group()
-        jobs = [delayed(one)(rank) for rank in range(world)]
         workers = max(4, world) # a pool that keeps its size starts each process once
-        return Parallel(n_jobs=workers, batch_size=1, pre_dispatch='all')(jobs)
+        pool = Parallel(n_jobs=workers, batch_size=1, pre_dispatch='all')
+        return pool(map(delayed(one), range(world)))
 
 # %% ../nbs/22_distributed.ipynb #5a10863b
 def _exchanged(half, group=None):
@@ -51,13 +51,13 @@ def running_mean_hook(
     return arrived.then(lambda _: bucket.buffer().copy_(running_mean(parts)))
 
 def stochastic_hook(
-    state, # (group, generator): the group as above, a torch.Generator with another seed on each rank
+    state, # (group, generator): the group as above, a generator with another seed on each rank
     bucket, # as above
 ): # a future of their mean
     "For `DDP.register_comm_hook`: stochastically rounded to FP16 on the wire, the mean in FP32"
     if isinstance(state, torch.Generator): raise TypeError(
-        'stochastic_hook was registered with a generator alone, and cannot know over which ranks DDP averages: '
-        'register it with (ddp.process_group, generator).')
+        'stochastic_hook was registered with a generator alone, and cannot know over which ranks '
+        'DDP averages: register it with (ddp.process_group, generator).')
     group, generator = state
     half = quantize(bucket.buffer(), 'fp16', 'stochastic', 'inf', generator=generator).half()
     parts, arrived = _exchanged(half, group)
@@ -71,7 +71,8 @@ def gather_frames(
     "What the collectors of all ranks remember; call it on every rank"
     import pandas as pd
     group = group or dist.group.WORLD
-    first, mine = dist.get_global_rank(group, 0), collector.frame().assign(rank=dist.get_rank())
-    frames = [None]*dist.get_world_size(group) if dist.get_rank() == first else None
-    dist.gather_object(mine, frames, first, group)
+    first = dist.get_global_rank(group, 0)
+    frames = None
+    if dist.get_rank() == first: frames = [None]*dist.get_world_size(group)
+    dist.gather_object(collector.frame().assign(rank=dist.get_rank()), frames, first, group)
     return None if frames is None else pd.concat(frames, ignore_index=True)

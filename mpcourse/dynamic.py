@@ -37,14 +37,14 @@ def validate_steps(
 class DynamicScaler(LossScaler):
     "Back off at an overflow, grow after enough clean steps in a row; torch's numbers by default"
     def __init__(self,
-        init_scale:float=None, # the first scale; None: 2^16, or min_scale if that is higher
+        init_scale:float|None=None, # the first scale; None: 2^16, or min_scale if that is higher
         growth_factor:float=2., # above 1
         backoff_factor:float=.5, # between 0 and 1
         growth_interval:int=2000, # clean steps before the scale grows
         hysteresis:int=1, # the overflow at which the scale falls: 1 for the first, 2 for the second
         refill:str='growth', # what brings patience back: 'growth' of the scale, or any 'clean' step
         consecutive:bool=True, # does an overflow reset the count of clean steps?
-        **config, # hold, min_scale and max_scale, as for LossScaler
+        **config, # skip_nonfinite_loss, min_scale and max_scale, as for LossScaler
     ):
         validate_number('growth_factor', growth_factor, lambda x: x > 1,
                      'the scale has to grow, so take a number above 1, such as 2')
@@ -60,7 +60,8 @@ class DynamicScaler(LossScaler):
                          consecutive=consecutive, **config)
         self.register_buffer('growth_tracker', torch.tensor(0, dtype=torch.int32))
         self.patient = hysteresis > 1 or not consecutive
-        if self.patient: self.register_buffer('hysteresis_tracker', torch.tensor(hysteresis, dtype=torch.int32))
+        if self.patient:
+            self.register_buffer('hysteresis_tracker', torch.tensor(hysteresis, dtype=torch.int32))
 
     def next_scale(self, stats):
         if not self.patient: return self.torchs_rule(stats)
@@ -79,8 +80,8 @@ class DynamicScaler(LossScaler):
 
     def torchs_rule(self, stats):
         "The rule without hysteresis, as one kernel of torch's"
-        torch._amp_update_scale_(self.scale, self.growth_tracker, stats['found_inf'].float(), self.growth_factor,
-                                 self.backoff_factor, self.growth_interval)
+        torch._amp_update_scale_(self.scale, self.growth_tracker, stats['found_inf'].float(),
+                                 self.growth_factor, self.backoff_factor, self.growth_interval)
         return self.scale
 
 # %% ../nbs/10_dynamic.ipynb #abfc08b1
@@ -91,7 +92,8 @@ def from_torch(
     "A scaler from a checkpoint of torch's; ValueError if it is not one"
     keys = ('growth_factor', 'backoff_factor', 'growth_interval')
     missing = {'scale', '_growth_tracker', *keys} - state.keys()
-    if missing: raise ValueError(f'The state lacks {", ".join(missing)}: give one of torch.amp.GradScaler.')
+    if missing: raise ValueError(
+        f'The state lacks {", ".join(missing)}: give one of torch.amp.GradScaler.')
     scaler = DynamicScaler(state['scale'], **{k: state[k] for k in keys}, **config)
     scaler.growth_tracker.fill_(state['_growth_tracker'])
     return scaler
@@ -100,13 +102,15 @@ def from_megatron(
     state:dict, # state_dict() of Megatron's DynamicGradScaler: it has no hyper-parameters
     growth_interval:int=1000, # Megatron's `loss_scale_window`
     hysteresis:int=2, # Megatron's
-    **config, # other arguments of DynamicScaler; hold is False if not given
+    **config, # other arguments of DynamicScaler; skip_nonfinite_loss is False if not given
 )->DynamicScaler: # that goes on where Megatron's was
     "A scaler from a checkpoint of Megatron's; ValueError if it is not one"
     keys = ('growth_tracker', 'hysteresis_tracker')
     missing = {'scale', *keys} - state.keys()
-    if missing: raise ValueError(f"The state lacks {', '.join(missing)}: give one of Megatron's scaler.")
+    if missing: raise ValueError(
+        f"The state lacks {', '.join(missing)}: give one of Megatron's scaler.")
+    config.setdefault('skip_nonfinite_loss', False)
     scaler = DynamicScaler(float(state['scale']), growth_interval=growth_interval,
-                           hysteresis=hysteresis, **{'skip_nonfinite_loss': False} | config)
+                           hysteresis=hysteresis, **config)
     for k in keys: getattr(scaler, k).fill_(state[k])
     return scaler

@@ -24,23 +24,29 @@ def megatron_rule(s, bad, interval=1000, hysteresis=2, smallest=1., refill='grow
     if bad: s.patience -= 1
     elif refill == 'clean': s.patience = hysteresis
     if bad and s.patience <= 0: s.scale = max(s.scale/2, smallest)
-    if s.clean == interval: s.scale, s.clean, s.patience = s.scale*2, 0, hysteresis
+    if s.clean == interval:
+        s.scale *= 2
+        s.clean = 0
+        s.patience = hysteresis
     return s.scale
 
 # %% ../nbs/13_policies.ipynb #15a50028
 def logmax_rule(s, bad, amax=None, overflow_as=2.**16): # s.scale, s.step, s.mean …
-    "OpenSeq2Seq's LogMaxScaler; amax is the largest scaled gradient. An overflow counts as 2^16, where 16 was meant"
+    "OpenSeq2Seq's LogMaxScaler; amax: largest scaled gradient. An overflow counts as 2^16, not 16"
     x = overflow_as if bad else log2(amax/s.scale)
     s.step += 1
     s.mean = .99*s.mean + .01*x
-    s.slow, s.square = .999*s.slow + .001*x, .999*s.square + .001*x*x
-    mean, c = s.mean/(1 - .99**s.step), 1 - .999**s.step
+    s.slow = .999*s.slow + .001*x
+    s.square = .999*s.square + .001*x*x
+    mean = s.mean/(1 - .99**s.step)
+    c = 1 - .999**s.step
     spread = max(s.square/c - (s.slow/c)**2, 0)**.5
     s.scale = 2.**min(max(16 - mean - 3.09*spread, 0), 14)
     return s.scale
 
 # %% ../nbs/13_policies.ipynb #15a50023
-def deepspeed_rule(s, bad, interval=1000, hysteresis=2, smallest=1., consecutive=False): # s.scale …
+def deepspeed_rule(s, bad, interval=1000, hysteresis=2, smallest=1., # s.scale …
+                   consecutive=False): # does patience come back with every clean step?
     "DeepSpeed's DynamicLossScaler, deepspeed/runtime/fp16/loss_scaler.py; at its minimum it raises"
     if bad and s.patience > 1: s.patience -= 1
     elif bad and s.scale == smallest: raise FloatingPointError(f'The scale is at {smallest:g}.')
@@ -48,16 +54,18 @@ def deepspeed_rule(s, bad, interval=1000, hysteresis=2, smallest=1., consecutive
     s.since = 0 if bad else s.since + 1
     grows = s.since > 1 and (s.since - 1) % interval == 0
     if grows: s.scale *= 2
-    if grows or consecutive and not bad: s.patience = hysteresis
+    if grows or (consecutive and not bad): s.patience = hysteresis
     return s.scale
 
 # %% ../nbs/13_policies.ipynb #15a50034
-def backoff_rule(s, bad, interval=2000, smallest=0., largest=inf, consecutive=True): # s.scale, s.clean
+def backoff_rule(s, bad, interval=2000, smallest=0., largest=inf, consecutive=True): # s.scale …
     "Back off at each overflow, grow after enough clean steps: torch/amp/grad_scaler.py and others"
     if not bad: s.clean += 1
     elif consecutive: s.clean = 0
     if bad: s.scale /= 2
-    elif s.clean == interval: s.scale, s.clean = s.scale*2, 0
+    elif s.clean == interval:
+        s.scale *= 2
+        s.clean = 0
     s.scale = min(max(s.scale, smallest), largest)
     return s.scale
 
@@ -67,21 +75,27 @@ def fairseq_rule(s, bad, interval=2000, tolerance=0., smallest=1e-4): # s.scale 
     "fairseq's DynamicLossScaler, fairseq/optim/dynamic_loss_scaler.py; at its minimum it raises"
     s.step += 1
     if bad:
-        s.last_bad, s.overflows = s.step, s.overflows + 1
+        s.last_bad = s.step
+        s.overflows += 1
         if s.overflows/(s.step - s.moved) < tolerance: return s.scale
         if s.scale/2 <= smallest: raise FloatingPointError(f'The scale is at {s.scale:g}.')
-        s.scale, s.moved, s.overflows = s.scale/2, s.step, 0
+        s.scale /= 2
+        s.moved = s.step
+        s.overflows = 0
     elif (s.step - s.last_bad) % interval == 0:
-        s.scale, s.moved = s.scale*2, s.step
+        s.scale *= 2
+        s.moved = s.step
     return s.scale
 
 def metaseq_rule(s, bad, smallest=2.**-5): # s.scale, s.since, s.window
-    "metaseq's DynamicLossScaler, metaseq/optim/dynamic_loss_scaler.py: the window follows the scale"
+    "metaseq's DynamicLossScaler, metaseq/optim/dynamic_loss_scaler.py: the window moves too"
     s.since = 0 if bad else s.since + 1
     if bad:
         if s.scale/2 >= smallest: s.scale /= 2
         s.window = max(s.window//2, 1)
-    elif s.since % s.window == 0: s.scale, s.window = s.scale*2, s.window*2
+    elif s.since % s.window == 0:
+        s.scale *= 2
+        s.window *= 2
     return s.scale
 
 # %% ../nbs/13_policies.ipynb #3849e371
@@ -102,12 +116,14 @@ RULES = dict(
 def follow_rule(
     name:str, # of a published policy
     found, # for each step, whether anything was not finite: booleans, or a string of 0 and 1
-    start:dict=None, # first values of the rule's numbers, in place of its defaults: {'scale': 2.**16}
+    start:dict|None=None, # first values of the rule's numbers: {'scale': 2.**16}; None: its own
     **numbers, # of the rule: interval, hysteresis …
 )->list: # the scale after each step
     "The scales of a published rule, in plain Python, on a trace of overflows"
     rule, first = RULES[name]
-    s = SimpleNamespace(**first | (start or {}))
+    first = dict(first)
+    if start: first.update(start)
+    s = SimpleNamespace(**first)
     return [rule(s, bool(int(f)), **numbers) for f in found]
 
 # %% ../nbs/13_policies.ipynb #758fc1f9
@@ -124,13 +140,15 @@ class DeepSpeedScaler(LossScaler):
     ):
         validate_steps('growth_interval', growth_interval, 1000)
         validate_steps('hysteresis', hysteresis, 2)
+        config.setdefault('skip_nonfinite_loss', False)
         super().__init__(init_scale, growth_interval=growth_interval, hysteresis=hysteresis,
-                         consecutive=consecutive, **{'skip_nonfinite_loss': False} | config)
+                         consecutive=consecutive, **config)
         self.register_buffer('since', torch.tensor(0))
         self.register_buffer('patience', torch.tensor(hysteresis))
 
     def next_scale(self, stats):
-        bad, spent = stats['found_inf'] != 0, self.patience <= 1
+        bad = stats['found_inf'] != 0
+        spent = self.patience <= 1
         since = (self.since + 1).masked_fill(bad, 0)
         grow = ~bad & (since > self.growth_interval)
         full = ~bad if self.consecutive else grow
@@ -153,13 +171,15 @@ class FairseqScaler(LossScaler):
     ):
         validate_steps('growth_interval', growth_interval, 2000)
         validate_number('tolerance', tolerance, lambda x: 0 <= x <= 1, 'take a share from 0 to 1')
+        config = dict(skip_nonfinite_loss=False, min_scale=1e-4) | config
         super().__init__(init_scale, growth_interval=growth_interval, tolerance=tolerance,
-                         moving=moving, **dict(skip_nonfinite_loss=False, min_scale=1e-4) | config)
+                         moving=moving, **config)
         first = dict(since_overflow=1, since_move=1, overflows=0, window=growth_interval)
         for n, v in first.items(): self.register_buffer(n, torch.tensor(v))
 
     def next_scale(self, stats):
-        bad, overflows = stats['found_inf'] != 0, self.overflows + 1
+        bad = stats['found_inf'] != 0
+        overflows = self.overflows + 1
         back = bad & (overflows/self.since_move >= self.tolerance)
         grow = ~bad & (self.since_overflow % self.window == 0)
         self.overflows = torch.where(bad, overflows, self.overflows).masked_fill(back, 0)
@@ -178,7 +198,9 @@ class MetaseqScaler(FairseqScaler):
         init_scale:float=4., # metaseq's
         growth_interval:int=256, # `scale_window`, the first
         **config, # as for FairseqScaler; `min_scale` is 2^-5
-    ): super().__init__(init_scale, growth_interval, **dict(moving=True, min_scale=2.**-5) | config)
+    ):
+        config = dict(moving=True, min_scale=2.**-5) | config
+        super().__init__(init_scale, growth_interval, **config)
 
 # %% ../nbs/13_policies.ipynb #e6aaf633
 #| code-fold: true
@@ -195,28 +217,36 @@ class LogMaxScaler(LossScaler):
         **config, # as for LossScaler; `max_scale` is 2^14
     ):
         for n, b in dict(beta1=beta1, beta2=beta2).items():
-            validate_number(n, b, lambda x: 0 < x < 1, 'it weights a mean, so take one between 0 and 1')
-        validate_number('deviations', deviations, lambda x: abs(x) < 2.**127, 'take a finite number, such as 3.09')
-        validate_number('overflow_as', overflow_as, lambda x: abs(x) < 2.**127, 'take a finite number, such as 16')
+            validate_number(n, b, lambda x: 0 < x < 1,
+                            'it weights a mean, so take one between 0 and 1')
+        validate_number('deviations', deviations, lambda x: abs(x) < 2.**127,
+                        'take a finite number, such as 3.09')
+        validate_number('overflow_as', overflow_as, lambda x: abs(x) < 2.**127,
+                        'take a finite number, such as 16')
+        config = dict(skip_nonfinite_loss=False, max_scale=2.**14) | config
         super().__init__(init_scale, beta1=beta1, beta2=beta2, deviations=deviations,
-                         overflow_as=overflow_as, **dict(skip_nonfinite_loss=False, max_scale=2.**14) | config)
+                         overflow_as=overflow_as, **config)
         for n in ('steps', 'mean', 'slow', 'square'): self.register_buffer(n, torch.tensor(0.))
 
     def next_scale(self, stats):
-        amax, b1, b2 = stats['amax']*self.inv_scale(), self.beta1, self.beta2
-        bad, silent = (stats['found_inf'] != 0) | ~amax.isfinite(), amax == 0
+        b1, b2 = self.beta1, self.beta2
+        amax = stats['amax']*self.inv_scale()
+        bad = (stats['found_inf'] != 0) | ~amax.isfinite()
+        silent = amax == 0
         x = torch.where(bad, self.overflow_as, amax.log2())
         x = torch.where(silent & ~bad, self.mean, x)         # zero has no logarithm
         self.steps = self.steps + (bad | ~silent)
         def mix(old, new, b): return torch.where(silent & ~bad, old, b*old + (1 - b)*new)
-        self.mean, self.slow = mix(self.mean, x, b1), mix(self.slow, x, b2)
+        self.mean = mix(self.mean, x, b1)
+        self.slow = mix(self.slow, x, b2)
         self.square = mix(self.square, x*x, b2)
-        mean, c = self.mean/(1 - b1**self.steps), 1 - b2**self.steps
+        mean = self.mean/(1 - b1**self.steps)
+        c = 1 - b2**self.steps
         spread = (self.square/c - (self.slow/c)**2).clamp(min=0).sqrt()
         return (16 - mean - self.deviations*spread).clamp(-126, 127).exp2()
 
 # %% ../nbs/13_policies.ipynb #dcb55aee
-NO_FLOOR = dict(skip_nonfinite_loss=False, min_scale=2.**-126)              # the original has no floor
+NO_FLOOR = dict(skip_nonfinite_loss=False, min_scale=2.**-126) # the original has no floor
 PEERS = dict(
     torch=NO_FLOOR,
     fastai=dict(NO_FLOOR, init_scale=2.**24, growth_interval=500, consecutive=False),
@@ -234,7 +264,11 @@ def get_policy(
     **config, # arguments of its class
 )->LossScaler: # a new one, or the scaler that was given
     "A scaler by its name; ValueError that lists what there is"
-    if isinstance(policy, LossScaler) and not config: return policy
+    if isinstance(policy, LossScaler):
+        if config: raise ValueError(
+            f'{policy!r} exists already, so its {", ".join(config)} cannot be changed here: '
+            'give a name, or make the scaler with other arguments.')
+        return policy
     if not isinstance(policy, str) or policy not in POLICIES:
         raise ValueError(f'There is no policy {policy!r}: take one of {", ".join(POLICIES)}.')
     makes = POLICIES[policy]
@@ -247,12 +281,12 @@ def get_policy(
 def megatron_scaler(
     fp16:bool=False, # train in FP16
     bf16:bool=False, # train in BF16
-    loss_scale:float=None, # a constant scale
+    loss_scale:float|None=None, # a constant scale
     initial_loss_scale:float=2.**32, # where a dynamic one starts
     min_loss_scale:float=1., # its floor
     loss_scale_window:int=1000, # clean steps before it grows
     hysteresis:int=2, # overflows before it backs off
-)->LossScaler: # or None, where Megatron uses none
+)->LossScaler|None: # None where Megatron uses none
     "The scaler that Megatron-LM would take; ValueError for FP16 and BF16 at once"
     if fp16 and bf16: raise ValueError('fp16 and bf16 cannot both be True: choose one.')
     if loss_scale is not None and (fp16 or bf16): return StaticScaler(loss_scale)

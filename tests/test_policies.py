@@ -280,3 +280,10 @@ def test_peers_are_rows_of_data_with_the_published_defaults():
                           deepspeed=16, fairseq=15, metaseq=2, logmax=0)
     assert starts == {n: math.log2(start['scale']) for n, (_, start) in RULES.items()}
     assert all(type(get_policy(n)) is DynamicScaler for n in PEERS)
+
+
+def test_a_scaler_that_exists_already_takes_no_arguments():
+    scaler = get_policy('dynamic')
+    assert get_policy(scaler) is scaler
+    with pytest.raises(ValueError, match='exists already.*growth_interval'): get_policy(scaler, growth_interval=5)
+    assert scaler.growth_interval == 2000
