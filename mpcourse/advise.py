@@ -216,9 +216,9 @@ class ProbeResults:
 # %% ../nbs/34_advise.ipynb #2c51b33d
 def watch(
     model:nn.Module, opt, # both are trained
-    loss_func, batches, # as for `advise`
+    loss_func, batches, # as for `advise_schemes`
     schemes, # their names
-    steps:int, schedule=None, # as for `advise`
+    steps:int, schedule=None, # as for `advise_schemes`
 )->ProbeResults: # what was seen
     "Train in FP32, and run the schemes beside it at the steps of `PROBES`"
     batches = iter(batches)

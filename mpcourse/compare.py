@@ -56,7 +56,7 @@ def verdict(
     return 'open'
 
 def verdicts(
-    results:list, # from `compare`
+    results:list, # from `compare_schemes`
 )->dict: # scheme -> its shares, one for each seed
     "The lost share of each scheme in each seed, measured against FP32 with the same seed"
     fp32 = {r['seed']: r['score'] for r in results if r['scheme'] == 'FP32'}
@@ -68,7 +68,7 @@ def verdicts(
     return shares
 
 def summary(
-    results:list, # from `compare`
+    results:list, # from `compare_schemes`
 )->dict: # scheme -> 'verdict', and the medians of 'score' and 'skipped'
     "Verdict and medians of each scheme"
     lines = {}
@@ -311,7 +311,7 @@ def plot_shares(
     return ax
 
 def compare_html(
-    results:list, # from `compare`
+    results:list, # from `compare_schemes`
 )->str: # a page that needs nothing else
     "Table and picture of a comparison"
     import pandas as pd

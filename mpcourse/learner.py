@@ -281,7 +281,7 @@ def _torch_optimizer(learn):
 @patch
 def advise(self:Learner,
     steps:int=100, # to watch, from the present weights
-    **kwargs, # for `mpcourse.advise.advise`
+    **kwargs, # for `mpcourse.advise.advise_schemes`
 ): # its `Advice`
     "Which schemes will train this model? Model and optimizer are not changed"
     def drawn():
