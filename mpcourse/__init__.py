@@ -1,7 +1,7 @@
 """Mixed-precision training: the library that the notebooks of the course build.
 
-The public names stand below. Each is imported when it is first touched, so that `import mpcourse` costs nothing
-and the names for fastai need fastai only where they are used. Everything else lives in the modules.
+`mpcourse.__all__` lists the public names. Each is imported when it is first touched, so that `import mpcourse` costs
+nothing; the callbacks need fastai. Everything else lives in the modules.
 """
 __version__ = "0.1.0"
 

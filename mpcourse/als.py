@@ -48,7 +48,7 @@ class ALSScaler(LossScaler):
         names=None, # modules whose outputs' gradients count, as for `match_names`; None: all
         types=None, # classes of modules, such as nn.Linear; None: all
         saturate:bool=False, # infinite gradients become ±65504 as they appear
-        **config, # as for LossScaler: hold, min_scale, max_scale
+        **config, # as for LossScaler: skip_nonfinite_loss, min_scale, max_scale
     ):
         if init_scale is None: init_scale = max(1., config.get('min_scale', 1.))
         super().__init__(init_scale, edge=edge, threshold=threshold, factor=factor, period=period,

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from .half import cast as cast_floats
 from .half import half_dtype
 from .scaler import LossScaler, StaticScaler
-from .step import decision_group, StepController, guarded_step, hooked_weights, validate_log_of_half
+from .step import decision_group, StepController, guarded_step, hooked_weights
+from .step import validate_log_of_half
 from .step import validate_unmoved, validate_optimizer, validate_trainable, validate_scheme
 from .tensorcore import half_compute
 
@@ -117,15 +118,15 @@ class ContextCB(Callback):
             vars(learner)[method] = partial(run_in, context, learner, method)
         vars(self)['_learn'] = learner
 
-    def remove(self):
-        "Give the Learner its own methods back"
+    def uninstall(self):
+        "Give the Learner its own methods back; called by `learn.remove_cb`"
         for method in self.contexts():
             if self.learn is not None: vars(self.learn).pop(method, None)
         vars(self)['_learn'] = None
 
-    # No event can do this: a fit looks up `_do_fit` before it calls `before_fit`, and Ctrl-C ends
-    # it without an event, so only what stands around the whole fit by then can clean up. What fastai
-    # does earlier is to set `learn`: when a callback is added, and to None when it is removed.
+    # fastai sets `learn` when a callback is added, and sets it to None when it is removed. That is
+    # early enough to wrap `_do_fit`. Events are not: fastai looks up `_do_fit` before `before_fit`,
+    # and Ctrl-C skips all later events.
     @property
     def learn(self):
         "The Learner, or None"
@@ -133,7 +134,7 @@ class ContextCB(Callback):
 
     @learn.setter
     def learn(self, learner):
-        if learner is None: self.remove()
+        if learner is None: self.uninstall()
         else: self.install(learner)
 
 # %% ../nbs/12_callback.ipynb #0e1783b0

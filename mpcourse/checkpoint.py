@@ -174,7 +174,8 @@ def _about(model, opt, scaler):
     "What must be the same when a training continues: shapes, dtypes, the optimizer's kind"
     for part in (model, opt) if scaler is None else (model, opt, scaler):
         if not hasattr(part, 'load_state_dict'): raise TypeError(
-            f'{part!r} has no state: give the model, the optimizer and the scaler that train.')
+            f'{part!r} has no state: give the model, the optimizer and the scaler that train '
+            '(of a MixedStep, its .scaler).')
     steps = [getattr(f, 'func', f).__name__ for f in getattr(opt, 'cbs', [])]   # of fastai's kind
     about = {'the optimizer': [type(opt).__name__, *steps]}
     for i, ps in enumerate(group_params(opt)): about[f'group {i}'] = list(map(_like, ps))

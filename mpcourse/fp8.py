@@ -62,7 +62,7 @@ def e8m0_floor(
 class CastConfig:
     "How a tensor is cast to few bits. A tile with an infinity or a NaN becomes NaN"
     fmt: str = 'e4m3'           # of the entries
-    tile: tuple|None = None     # (rows, columns) with one scale; None: all of them
+    tile: tuple|None = None     # (rows, columns) of one scale; columns None: whole rows; None: all
     scale: Callable = no_scale  # (amax of each tile, of the matrix, format, tiles) -> divisor
     rounding: str = 'nearest'   # as for `quantize`
 
@@ -146,7 +146,7 @@ class Recipe:
     w: CastConfig = CastConfig()            # the weight
     g: CastConfig = CastConfig('e5m2')      # the gradient of the output
     history: int = 0            # steps that delayed scales remember; 0: scales of the tensor itself
-    transform: Callable|None = None     # of both operands of the weight's gradient (chapter 28)
+    transform: Callable|None = None     # of both operands of the weight's gradient, along their sum
     source: str = ''            # the program and version that the numbers are from
 
 # %% ../nbs/27_fp8.ipynb #605b017a
@@ -268,6 +268,8 @@ def fp8_attention(
         k = k.repeat_interleave(q.shape[-3]//k.shape[-3], -3)
         v = v.repeat_interleave(q.shape[-3]//v.shape[-3], -3)
     if scale is None: scale = q.shape[-1]**-.5
+    if is_causal and attn_mask is not None:
+        raise ValueError('Attention takes is_causal=True or an attn_mask, not both, as in torch.')
     scores = fp8_matmul(q, k.mT, recipe)*scale
     if is_causal: attn_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
     if attn_mask is not None:
@@ -323,6 +325,9 @@ def _multi_head(
     if add_zero_attn or bias_k is not None or static_k is not None or static_v is not None:
         raise ValueError('Attention with add_bias_kv, add_zero_attn or static_k is not converted '
                          'to few bits: name its module in keep=.')
+    if is_causal and attn_mask is None:
+        raise ValueError('is_causal=True needs an attn_mask here, as in torch: give the causal '
+                         'one.')
     weights = q_proj_weight, k_proj_weight, v_proj_weight
     if not use_separate_proj_weight: weights = weight.chunk(3)
     biases = (None, None, None) if bias is None else bias.chunk(3)
@@ -453,13 +458,13 @@ def _delayed(module, recipe):
     casts = {}
     for k in ('x', 'w', 'g'):
         module.fp8_casts[k] = DelayedScale(recipe.history, once=k != 'g')
-        casts[k] = CastConfig(getattr(recipe, k).fmt, scale=module.fp8_casts[k])
+        casts[k] = replace(getattr(recipe, k), scale=module.fp8_casts[k])
     return replace(recipe, **casts)
 
 def _get_recipe(recipe):
     "A recipe itself, or by its name"
     if isinstance(recipe, Recipe): return recipe
-    if recipe in RECIPES: return RECIPES[recipe]
+    if isinstance(recipe, str) and recipe in RECIPES: return RECIPES[recipe]
     raise ValueError(f'There is no recipe {recipe!r}: take one of {", ".join(RECIPES)}, '
                      'or make a Recipe.')
 

@@ -21,16 +21,16 @@ from .step import decision_group, StepController, named_gradients, supports_foun
 
 # %% ../nbs/11_gradscaler.ipynb #17c4ed01
 class _PolicyNumbers:
-    "What torch's methods read and write under names of theirs: the policy has it"
+    "Attributes that torch's methods read and write: the numbers are the policy's"
     def _set_number(self, name, value):
         "Change a number of the policy, if it has this one; ValueError for what cannot work"
+        if not self._made: return  # torch's constructor writes its defaults
         config = self.policy.config
-        if name not in config: return
+        if name not in config or config[name] == value: return
         config[name] = value
         type(self.policy)(**config)                          # refuses what cannot work
         setattr(self.policy, name, value)
 
-    # what torch's methods read and write
     @property
     def _growth_factor(self): return getattr(self.policy, 'growth_factor', 1.)
     @_growth_factor.setter
@@ -102,10 +102,11 @@ class GradScaler(_PolicyNumbers, torch.amp.GradScaler):
         self.policy, self.model, self.group = policy, model, group
         self.last_outcome = None
         self._ready = False                                  # has a loss shown its device?
-        self._told = False                                   # that nobody kept buffers?
+        self._made = False                                   # has torch's constructor run?
+        self._told = False                                   # was the warning about buffers given?
         self._lost = 0                                       # skipped steps with changed buffers
-        numbers = {n: v for n, v in policy.config.items() if n in _NUMBERS}
-        super().__init__(_device_type(device), enabled=enabled, **numbers)
+        super().__init__(_device_type(device), enabled=enabled)
+        self._made = True
         if device is None: self._device = None
         self._init_scale = policy.scale.item()
         self.stats = StepController(policy, model, group)
@@ -126,8 +127,8 @@ def scale(self:GradScaler,
     "As torch's; notes whether the loss itself is finite"
     if not self._enabled: return outputs
     if self.stats is None: self.stats = StepController(self.policy, self.model, self.group)
-    once = isinstance(outputs, Iterable) and not isinstance(outputs, (torch.Tensor, list, tuple))
-    if once: outputs = list(outputs)                         # a generator is read twice
+    if isinstance(outputs, Iterable) and not isinstance(outputs, (torch.Tensor, list, tuple)):
+        outputs = list(outputs)                              # a generator is read twice
     scaled = torch.amp.GradScaler.scale(self, outputs)
     self.stats.see_loss(outputs)
     return scaled

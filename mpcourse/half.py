@@ -117,7 +117,8 @@ def map_floats(
 ):  # the same nesting
     "Apply a function to every floating-point tensor"
     if isinstance(x, Tensor): return f(x) if x.is_floating_point() else x
-    if type(x) is dict: return {k: map_floats(f, v) for k, v in x.items()} # compiles; copy does not
+    # torch.compile cannot trace copy()
+    if type(x) is dict: return {k: map_floats(f, v) for k, v in x.items()}
     if isinstance(x, MutableMapping):
         res = copy(x)                                        # a defaultdict stays what it is
         for k, v in x.items(): res[k] = map_floats(f, v)
@@ -282,7 +283,7 @@ def model_bytes(
     model:nn.Module, # any model
 )->int: # bytes
     "Memory of a model's parameters and buffers, tied ones once"
-    return sum(t.nbytes for t in {*model.parameters(), *model.buffers()})
+    return sum(t.numel()*t.element_size() for t in {*model.parameters(), *model.buffers()})
 
 def saved_bytes(
     model:nn.Module, # any model

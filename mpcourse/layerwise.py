@@ -234,7 +234,7 @@ class LayerwiseScaler(LossScaler):
         share:float=1e-3, # of each layer's gradient that may underflow, T
         cap:float=2.**10, # the largest factor
         every:int=1, # steps from one choice of the factors to the next
-        **config, # as for LossScaler: hold, min_scale, max_scale
+        **config, # as for LossScaler: skip_nonfinite_loss, min_scale, max_scale
     ):
         if isinstance(layers, nn.Module):
             layers = [n for n, m in layers.named_modules() if isinstance(m, SCALED)]

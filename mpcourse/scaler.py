@@ -41,7 +41,8 @@ def validate_scale(
     try: s = float(scale)
     except (TypeError, ValueError, OverflowError): s = nan
     if not low <= s <= high:
-        raise ValueError(f'A loss scale of {scale} cannot work: take one from {low:g} to {high:g}.')
+        raise ValueError(f'A loss scale of {scale!r} cannot work: take one from {low:g} to '
+                         f'{high:g}.')
     if frexp(s)[0] != .5:
         warn_user(f'A loss scale of {s:g} is not a power of two, so it rounds each gradient '
                   f'once more: {2.**(frexp(s)[1] - 1):g} would not.')
@@ -68,7 +69,7 @@ class LossScaler(nn.Module):
             raise ValueError(f'{type(self).__name__} takes no {", ".join(wrong)}: leave it out.')
         if not 2.**-126 <= min_scale <= max_scale <= 2.**127:
             raise ValueError(f'Scales from {min_scale} to {max_scale} cannot work: '
-                             'take a range in 2^-126 to 2^127.')
+                             'give a lower min_scale than max_scale, both in 2^-126 to 2^127.')
         self.init_scale, self.skip_nonfinite_loss = init_scale, skip_nonfinite_loss
         self.min_scale, self.max_scale = min_scale, max_scale
         for name, value in config.items(): setattr(self, name, value)   # the settings of a subclass

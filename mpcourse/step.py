@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from .half import cast as cast_floats
 from .half import half_dtype, HALVES, Handles
 from .master import group_params, inner_optimizer
-from .scaler import graph_nodes, is_maximum, LossScaler, reduce_stats, StaticScaler, warn_user
+from .scaler import graph_nodes, is_maximum, LossScaler, reduce_stats, StaticScaler
+from .scaler import warn_user
 from .tensorcore import half_compute
 from .toys import predict
 
@@ -93,8 +94,8 @@ def grad_statistic(
         if want == 'numel': return torch.tensor(g.numel())
         if want == 'amax': return g.abs().amax()
         return g.abs().ge_(want[1]).sum(dtype=torch.float32)
-    local = map(_local, grads)                               # of which some may be empty
-    parts = [count(g).to(device).float() for g in local if g.numel()]
+    local = map(_local, grads)
+    parts = [count(g).to(device).float() for g in local if g.numel()]    # a shard may be empty
     if not parts: return torch.zeros((), device=device)
     parts = torch.stack(parts)
     return parts.amax() if want == 'amax' else parts.sum()
@@ -193,7 +194,7 @@ class StepOutcome:
                 f'was not finite; the next scale is {self.next_scale.item():g}.')
 
     def warn(self):
-        "Warn of fifty non-finite losses in a row, and of the lowest scale; at skips and 50th steps"
+        "Warn of fifty non-finite losses in a row, or of the lowest scale, at skipped and 50th steps"
         if self._stepped is not False and self.number % 50 != 49: return
         held = int(self.held.item())
         if held >= 50:
@@ -268,12 +269,13 @@ class StepController:
     def see_loss(self,
         loss, # unscaled; any nest of scalars
     ):
-        "Count losses that are not finite; not within `vmap`, where a loss is not one number"
+        "Note whether a loss was not finite; not within `vmap`, where a loss is not one number"
         for l in tree_leaves(loss):
             if torch._C._functorch.is_functorch_wrapped_tensor(l): continue
             bad = l - l != 0
             if bad.dim(): bad = bad.any()
-            bad = bad.to(self.scaler.scale.device)           # a bool: `add` would cast it, one op more
+            bad = bad.to(self.scaler.scale.device)
+            # not by `add`, which would cast the bool: one operation more
             if 'loss_nonfinite' in self.stats: bad = self.stats['loss_nonfinite'] + bad
             self.stats['loss_nonfinite'] = bad
             if ('amax', 'loss') in self.scaler.required_stats:
@@ -488,6 +490,9 @@ class MixedStep:
     ):
         self.dtype = validate_scheme(dtype, scaler)
         self.scaler = StaticScaler(1.) if scaler is None else scaler
+        if clip is not None and not clip > 0:
+            raise ValueError(f'clip={clip} cannot work: it is a norm, so give a number above 0, or '
+                             'None.')
         self.compute, self.clip, self.group = compute, clip, group
         self.stats = self.outcome = None
 

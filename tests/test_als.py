@@ -510,6 +510,7 @@ def test_keras_trace():
 # --- the view ---
 
 def test_the_view_counts_what_the_scaler_counts(monkeypatch):
+    torch.manual_seed(0)
     sc, cb = ALSScaler(2.**15), ALSViewCB(every=2)
     told = spy_on_update(monkeypatch, sc)
     out, learn = cb.show(), learner(sc, cbs=cb)

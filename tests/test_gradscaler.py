@@ -10,7 +10,7 @@ from mpcourse.dynamic import DynamicScaler
 from mpcourse.formats import same_bits
 from mpcourse.gradscaler import GradScaler
 from mpcourse.policies import POLICIES as BY_NAME, get_policy
-from mpcourse.scaler import StaticScaler
+from mpcourse.scaler import LossScaler, StaticScaler
 
 Torch = torch.amp.GradScaler
 library = pytest.mark.library
@@ -1098,3 +1098,22 @@ def operations(scaler, **kw):
 def test_a_step_dispatches_thirty_operations_at_most(kw):
     theirs, ours = operations(torch.amp.GradScaler('cpu'), **kw), operations(GradScaler(), **kw)
     assert theirs <= 16 and ours <= 30
+
+
+# --- policies of one's own ---
+
+class Fixed(DynamicScaler):
+    "Its constructor takes fewer arguments than the class has settings"
+    def __init__(self, init_scale=64.): super().__init__(init_scale, growth_interval=3)
+
+
+class Steady(LossScaler):
+    "Never grows"
+    def __init__(self, init_scale=64., growth_factor=1.): super().__init__(init_scale, growth_factor=growth_factor)
+    def next_scale(self, stats): return torch.where(stats['found_inf'] > 0, self.scale/2, self.scale)
+
+
+@pytest.mark.parametrize('policy', [Fixed, Steady])
+def test_a_policy_is_taken_as_it_is(policy):
+    scaler = GradScaler(policy())
+    assert scaler.policy.scale == 64 and scaler.state_dict()['growth_factor'] == scaler.policy.growth_factor
