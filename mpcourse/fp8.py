@@ -300,8 +300,11 @@ _CALLS = _PLAIN | _CONVOLUTIONS | dict(
 
 # %% ../nbs/27_fp8.ipynb #27mha001
 #| code-fold: true
-def _hidden(attn_mask, key_padding_mask, q):
+def _hidden(attn_mask, key_padding_mask, q, is_causal):
     "Both masks of torch's attention layer as one that is added to the scores; True hides"
+    if is_causal and attn_mask is None:
+        raise ValueError('is_causal=True needs an attn_mask here, as in torch: give the causal '
+                         'one.')
     if attn_mask is None and key_padding_mask is None: return None
     batched = q.dim() == 4
     if batched and attn_mask is not None and attn_mask.dim() == 3:
@@ -325,9 +328,6 @@ def _multi_head(
     if add_zero_attn or bias_k is not None or static_k is not None or static_v is not None:
         raise ValueError('Attention with add_bias_kv, add_zero_attn or static_k is not converted '
                          'to few bits: name its module in keep=.')
-    if is_causal and attn_mask is None:
-        raise ValueError('is_causal=True needs an attn_mask here, as in torch: give the causal '
-                         'one.')
     weights = q_proj_weight, k_proj_weight, v_proj_weight
     if not use_separate_proj_weight: weights = weight.chunk(3)
     biases = (None, None, None) if bias is None else bias.chunk(3)
@@ -335,7 +335,7 @@ def _multi_head(
     for x, w, b in zip((query, key, value), weights, biases):
         projected.append(F.linear(x, w, b).unflatten(-1, (heads, -1)).movedim(0, -2))
     q, k, v = projected
-    mask = _hidden(attn_mask, key_padding_mask, q)
+    mask = _hidden(attn_mask, key_padding_mask, q, is_causal)
     dropout_p = dropout_p*training
     if need_weights:
         scores = q @ k.mT*q.shape[-1]**-.5

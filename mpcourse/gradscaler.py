@@ -47,7 +47,9 @@ class _PolicyNumbers:
     def _growth_interval(self, value): self._set_number('growth_interval', value)
 
     @property
-    def _scale(self): return self.policy.scale if self._ready else None
+    def _scale(self):
+        if not self._ready: return None
+        return self.policy.scale
     @_scale.setter
     def _scale(self, value): pass                            # torch's constructor sets None
 

@@ -678,3 +678,25 @@ def test_unit_scaled_models_convert():
     model = unit_scale(relu_mlp(), readout='7', constraint='none')
     x = torch.rand(32, 1, 8, 8)
     assert 0 < off(simulate_fp8(model)(x), model(x)) < .1
+
+
+# --- causal attention is torch's ---
+
+def test_a_mask_beside_is_causal_is_refused_as_by_torch():
+    q = r(2, 4, 8)
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match='not both'): fp8_attention(q, q, q, mask, is_causal=True)
+    with pytest.raises(RuntimeError): F.scaled_dot_product_attention(q, q, q, mask, is_causal=True)
+    layer = nn.MultiheadAttention(8, 2, batch_first=True)
+    with pytest.raises(ValueError, match='attn_mask'): simulate_fp8(layer)(q, q, q, is_causal=True)
+    with pytest.raises(RuntimeError): layer(q, q, q, is_causal=True)
+
+
+def test_delayed_scales_keep_the_recipes_rounding():
+    net = simulate_fp8(nn.Linear(8, 8), Recipe(g=CastConfig('e5m2', rounding='stochastic'), history=2))
+    x = r(4, 8).requires_grad_()
+    seen = set()
+    for _ in range(8):
+        g, = torch.autograd.grad(net(x).sin().sum(), x)
+        seen.add(tuple(g.flatten().tolist()))
+    assert len(seen) > 4, 'the gradient is cast by chance, so it differs'
