@@ -2,13 +2,16 @@
 
 To add an exercise, add its check's name to WRONG with the wrong answer as Python: an expression, or a `def`; several as a tuple.
 It may use torch, F, math, np and every name of the library. The right answers run in the notebooks."""
-import inspect, math, re, textwrap
+import inspect, math, re, sys, textwrap
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import NBS, each
+from fastai.basics import Callback
+
+import mpcourse.all as library
 
 from tools.exercises import checkers
 
@@ -579,8 +582,9 @@ CHECKS = {f'check_{n}': f for p in NBS if int(re.sub(r'\D.*', '', p.name) or 99)
 
 def answer(source):
     "The function that a source makes"
-    names = {'torch': torch, 'F': F, 'math': math, 'np': np}
-    exec('from mpcourse.all import *; from fastai.basics import Callback', names)
+    names = {'Callback': Callback}
+    for module in library.MODULES: names |= vars(sys.modules[f'mpcourse.{module}'])
+    names |= {'torch': torch, 'F': F, 'math': math, 'np': np}
     source = textwrap.dedent(source).strip()
     if not source.startswith('def '): return eval(source, names)
     exec(source, names)
