@@ -265,6 +265,7 @@ def remarks(
                      f'in {damped} of {tensors} tensors.')
     return found
 
+# %% ../nbs/34_advise.ipynb #92ac74e8
 @dataclass
 class Advice:
     "Verdicts on schemes, and the evidence for them"

@@ -84,6 +84,7 @@ def _pack(history):
     if len(_packed) > 32: del _packed[next(iter(_packed))]
     return packed
 
+# %% ../nbs/86_checkpoint.ipynb #2a0f6c47
 def _plain_list(x, name):
     "A list; floats, or tensors of one shape, become one tensor, as there may be one for each step"
     types = set(map(type, x))

@@ -60,6 +60,7 @@ def plot_file(
                            '--out.')
     return path
 
+# %% ../nbs/92_cli.ipynb #d0cc7b48
 def draw(
     flight, # from `replay`
     path: Path, # the file to write
@@ -150,6 +151,7 @@ def write_page(
                            '--html.') from e
     print(f'\nThe page is {path}.')
 
+# %% ../nbs/92_cli.ipynb #fcec0e32
 def compare_command(
     args: argparse.Namespace, # training, schemes, seeds, steps, store, html
 ) -> int: # 0

@@ -377,6 +377,8 @@ _UNSUMMED = (
     '`accumulate` cannot look into {0}: write it with @ or a convolution. Attention can be opened: '
     'run it under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).')
 
+# %% ../nbs/24_emulate.ipynb #c28e0a5e
+#| code-fold: true
 def _cuts(
     channels:int, # how many there are
     chunk:int, # products in a piece

@@ -156,6 +156,8 @@ class _Bins:
         return dict(color=fmt_color(f), edges=self.at(self.edges[f]).tolist(),
                     low=math.log2(fmt.smallest_subnormal), tiny=math.log2(fmt.tiny), top=math.log2(fmt.max))
 
+# %% ../nbs/04_failures.ipynb #34ebac80
+#| code-fold: true
 def window_data(
     nets:dict, # {net: {step: {layer: its gradient, FP32, without a loss scale}}}
     formats=('fp16', 'bf16', 'e4m3', 'e5m2'), # to choose from

@@ -257,6 +257,8 @@ def _share_scale(amax, global_amax, fmt, tiles):
     "Attention's shares lie in [0, 1]"
     return torch.full_like(amax, 2.**-fmt.emax)
 
+# %% ../nbs/27_fp8.ipynb #cf9803ba
+#| code-fold: true
 def fp8_attention(
     q:Tensor, k:Tensor, v:Tensor, # as for `F.scaled_dot_product_attention`
     attn_mask:Tensor|None=None, dropout_p:float=0., is_causal:bool=False, # likewise
@@ -403,6 +405,7 @@ class _Products(torch.overrides.TorchFunctionMode):
             with self.at(self.name, None): return _CALLS[name](*args, recipe=r, **kwargs)
         return func(*args, **kwargs)
 
+# %% ../nbs/27_fp8.ipynb #85209086
 _REFUSAL = (
     'Module {!r} computes {}, which is not converted to few bits: write it with linear, matmul, '
     'a convolution (one scale a tensor) or scaled_dot_product_attention, or name the module in '
@@ -468,6 +471,7 @@ def _get_recipe(recipe):
     raise ValueError(f'There is no recipe {recipe!r}: take one of {", ".join(RECIPES)}, '
                      'or make a Recipe.')
 
+# %% ../nbs/27_fp8.ipynb #58d10bfe
 def simulate_fp8(
     model:nn.Module, # any; it is not changed
     recipe=Recipe(), # a Recipe, or a name in `RECIPES`

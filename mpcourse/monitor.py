@@ -554,6 +554,7 @@ class JsonlWriter:
                 r = {k: _encode(v) for k, v in r.items()}
                 f.write(json.dumps(r, default=_encode_hist) + '\n')
 
+# %% ../nbs/15_monitor.ipynb #ead90e5a
 def _encode(x):
     "What JSON can hold"
     if isinstance(x, float) and not math.isfinite(x): return repr(x)

@@ -112,6 +112,7 @@ class Whereabouts:
         if not around: return None
         return min(around, key=lambda span: span[1] - span[0])[2]
 
+# %% ../nbs/17_overflow.ipynb #006f57dd
 class FirstBad(TorchDispatchMode):
     "Remembers the first operation that made an infinity or NaN of finite numbers, and its module"
     WRITES = ('fill', 'empty', 'full', 'where') # what writes on purpose, or does not write at all

@@ -84,6 +84,7 @@ class UnitSigmoid(UnitLayer, nn.Sigmoid):
     "nn.Sigmoid, unit-scaled"
     def forward(self, x): return unit_elementwise(torch.sigmoid, x, self.constraint)
 
+# %% ../nbs/26_unit_models.ipynb #c9d6633d
 class UnitSoftmax(UnitLayer, nn.Softmax):
     "nn.Softmax, unit-scaled"
     def forward(self, x):

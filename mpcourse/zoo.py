@@ -160,6 +160,7 @@ class Study:
         head = f'<details><summary>studies/{self.path.stem}.py</summary>'
         return Markdown(f'{head}\n\n```python\n{code}```\n\n</details>')
 
+# %% ../nbs/88_zoo.ipynb #346c14c0
 def study(
     name: str, # of a script in the folder `studies/`
 ) -> Study: # what it stored
