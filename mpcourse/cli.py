@@ -300,7 +300,7 @@ def main(
             sys.stdout.flush()
             return code
     except BrokenPipeError:                 # the reader, such as `head`, has seen enough
-        # or Python would complain at its end
+        # without this Python complains at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141                          # as a shell has it
     except KeyboardInterrupt:

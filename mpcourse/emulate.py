@@ -320,7 +320,7 @@ class emulate_format(no_emulation):
         return self._q(x)
 
     def _rounded(self, func, args, kwargs, res):
-        # autograd adds gradients in place
+        # autograd adds gradients in place, while grad mode is off
         summing = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
         for (_, name), t in zip(written_args(func), changed_args(func, args, kwargs)):
             in_place = name == 'self' and (self.inplace or summing)

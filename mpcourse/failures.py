@@ -121,7 +121,7 @@ def _edges(fmt):
     half = fmt.smallest_subnormal/2
     marks = torch.tensor([half, fmt.tiny - half, fmt.max + fmt.spacing(fmt.max)/2])
     cast = quantize(marks, fmt, overflow='inf' if fmt.has_inf else 'nan')
-    # a tie goes down, or not
+    # a tie may go down: then the mark is not reached
     reached = torch.stack([cast[0] > 0, cast[1] >= fmt.tiny, ~cast[2].isfinite()])
     return torch.where(reached, marks, marks.nextafter(torch.tensor(math.inf)))
 

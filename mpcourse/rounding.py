@@ -123,7 +123,7 @@ def _validate(x, fmt, rounding, overflow):
         if fmt.has_nan: there += " or 'nan'"
         raise ValueError(f'{fmt.name} has no {overflow}, so overflow={overflow!r} cannot work: '
                          f'take {there}.')
-    # a maximum is NaN if any element is
+    # a maximum is NaN if any element is NaN
     if not fmt.has_nan and x.numel() and x.float().amax().isnan():
         raise ValueError(f'{fmt.name} has no NaN, and the tensor holds one: replace it first, with '
                          'torch.nan_to_num.')

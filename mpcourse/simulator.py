@@ -310,7 +310,7 @@ class Result:
         "One row for each policy: scales as powers of two, steps skipped, and the flushed share of the last 20 steps"
         import pandas as pd
         log = self.scales.log2()
-        # an infinite scale goes on
+        # the last scale of each row that is not NaN: an infinite one counts
         last = self.scales.shape[1] - 1 - (~self.scales.isnan()).flip(1).long().argmax(1)
         end = log.gather(1, last[:, None])[:, 0]
         lowest = log.where(log.isfinite() | (log == -math.inf), math.inf).amin(1)
@@ -394,7 +394,7 @@ def replay(
     skipped = torch.zeros(len(named), len(trace), dtype=torch.bool)
     stopped = {}
     for i, (name, policy) in enumerate(named.items()):
-        # which needs magnitudes
+        # the rule of logmax needs magnitudes, which only its scaler is given
         by_rule = isinstance(policy, str) and policy in RULES and policy != 'logmax'
         if by_rule: used, lost, why = _by_rule(policy, trace, start, fmt)
         else: used, lost, why = _by_scaler(fresh(policy, start), trace, fmt)

@@ -48,7 +48,7 @@ class TwoTowers(nn.Module):
         act=nn.Sigmoid,   # the picture tower's activation
     ):
         super().__init__()
-        # `seeded` has set it
+        # `seeded` has set this initial seed
         self.image = mlp([64] + [width]*(depth-1) + [d], act, seed=torch.initial_seed())
         self.chars = nn.Embedding(len(ALPHABET), 16)
         self.words = nn.Sequential(nn.Flatten(), nn.Linear(5*16, width), nn.ReLU(), nn.Linear(width, d))

@@ -1113,7 +1113,8 @@ class Steady(LossScaler):
     def next_scale(self, stats): return torch.where(stats['found_inf'] > 0, self.scale/2, self.scale)
 
 
-@pytest.mark.parametrize('policy', [Fixed, Steady])
-def test_a_policy_is_taken_as_it_is(policy):
-    scaler = GradScaler(policy())
-    assert scaler.policy.scale == 64 and scaler.state_dict()['growth_factor'] == scaler.policy.growth_factor
+@pytest.mark.parametrize('policy, growth', [(Fixed, 2.), (Steady, 1.)])
+def test_a_policy_is_taken_as_it_is(policy, growth):
+    given = policy()
+    scaler = GradScaler(given)
+    assert scaler.policy is given and given.scale == 64 and scaler.state_dict()['growth_factor'] == growth
