@@ -23,7 +23,7 @@ def steps(x, y, kept):
     opt = torch.optim.SGD(model.parameters(), 1e-3, momentum=.9)
     mixed = MixedStep(StaticScaler(1.), 'bf16', nullcontext)
     mixed.begin(model)
-    if not kept: mixed.stats.buffers = BufferSnapshot()
+    if not kept: mixed.controller.buffers = BufferSnapshot()
     def step():
         mixed(model, x, y, opt, cross_entropy)
         if DEVICE == 'cuda': torch.cuda.synchronize()

@@ -205,7 +205,7 @@ class NoMasterStep(MixedStep):
 
     def begin(self, model):
         "Prepare for a new model in half precision, and let the policy watch it"
-        self.stats = StepController(self.scaler, model)
+        self.controller = StepController(self.scaler, model)
         self.storage = NoMasterWeights(model.parameters(), self.rounding, self.generator)
 
     def backward(self, model, xb, yb, loss_func):
@@ -213,7 +213,7 @@ class NoMasterStep(MixedStep):
         micro = zip(xb.chunk(self.parts), yb.chunk(self.parts))
         with half_compute(xb.device.type, self.compute):
             loss = mean_backward(model, micro, loss_func, self.scaler)
-        self.stats.see_loss(loss)
+        self.controller.see_loss(loss)
         return loss
 
     def update(self, model, opt, loss):

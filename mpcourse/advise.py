@@ -204,7 +204,8 @@ class ProbeResults:
         self.sizes += [g.square().mean().sqrt().log2().item() for g in grads.values() if g.any()]
         fp32 = as_taken(grads, opt, model)
         for name in self.probes:
-            if name not in self.refused: self.guarded(name, self.compare, model, opt, batch, seed, fp32)
+            if name not in self.refused:
+                self.guarded(name, self.compare, model, opt, batch, seed, fp32)
 
     def compare(self, name, model, opt, batch, seed, fp32):
         "Note which share of FP32's step one scheme's step contains"
@@ -224,7 +225,8 @@ def watch(
     batches = iter(batches)
     first = next(batches, None)
     if first is None:
-        raise ValueError('There is no batch, since the iterable is empty or used up: give a new one.')
+        raise ValueError(
+            'There is no batch, since the iterable is empty or used up: give a new one.')
     rates = [g['lr'] for g in opt.param_groups]
     looks = ProbeResults(Training(model, None, loss_func, lambda: iter([first])), schemes)
     for i, batch in zip(range(steps), chain([first], batches)):

@@ -139,7 +139,7 @@ class ContextCB(Callback):
 
 # %% ../nbs/12_callback.ipynb #0e1783b0
 class HalfPrecisionCB(ContextCB):
-    "Compute a Learner's batches in half precision, by autocast; weights and what is saved stay FP32"
+    "Compute a Learner's batches in half precision, by autocast; weights stay FP32"
     order = 10 # after GradientAccumulation, before GradientClip
     def __init__(self,
         dtype:str|torch.dtype, # of the forward and the backward pass: 'fp16' or 'bf16'
@@ -213,10 +213,11 @@ class MixedPrecisionCB(HalfPrecisionCB):
         group=None, # process group that decides together; None: all ranks, if there are any
     ):
         super().__init__(validate_scheme(dtype, scaler), compute)
-        self.scaler = scaler or StaticScaler(1.)
+        if scaler is None: scaler = StaticScaler(1.)
+        self.scaler = scaler
         self.group = group
         self.history = StepHistory()
-        self.stats = self.last_outcome = None
+        self.controller = self.last_outcome = None
 
     @contextmanager
     def one_fit(self):
@@ -228,10 +229,10 @@ class MixedPrecisionCB(HalfPrecisionCB):
         validate_trainable(learn.model)
         validate_optimizer(learn.opt, learn.model)
         self.hooked = []
-        self.stats = StepController(self.scaler, learn.model, self.group)
+        self.controller = StepController(self.scaler, learn.model, self.group)
         try: yield
         finally:
-            if self.stats.watched: self.stats.watched.remove()
+            if self.controller.watched: self.controller.watched.remove()
             learn.opt.zero_grad() # the scale may be in them
             if finding:
                 state, self.history = before
@@ -239,15 +240,15 @@ class MixedPrecisionCB(HalfPrecisionCB):
 
     def before_batch(self):
         "Keep the buffers, so that a skipped step can restore what its forward passes wrote"
-        if self.learn.training: self.stats.buffers.save()
+        if self.learn.training: self.controller.buffers.save()
 
     def before_backward(self):
         "Scale the loss that is differentiated, and leave the one that is shown"
         loss = self.learn.loss_grad.as_subclass(Tensor)
-        if self.stats.number < 0:                            # the first batch
+        if self.controller.number < 0:                            # the first batch
             validate_log_of_half(loss)
             self.hooked = hooked_weights(self.learn.model)
-        self.stats.see_loss(loss)
+        self.controller.see_loss(loss)
         self.learn.loss_grad = self.scaler.scale_loss(loss)
 
     def after_backward(self):
@@ -259,12 +260,12 @@ class MixedPrecisionCB(HalfPrecisionCB):
     def before_step(self):
         "Unscale the gradients, check them, and step or skip"
         opt = self.learn.opt
-        named = self.stats.gradients(opt)
+        named = self.controller.gradients(opt)
         alone = decision_group(self.group, self.learn.model) is None
         if alone and not named: return                       # a CancelBackwardException: as in FP32
-        self.stats.unscale_(named)
-        self.stats.number = len(self.history) - 1
-        self.last_outcome = self.stats.decide()
+        self.controller.unscale_(named)
+        self.controller.number = len(self.history) - 1
+        self.last_outcome = self.controller.decide()
         self.history.add(self.last_outcome)
         may_step = self.open.enter_context(guarded_step(opt, self.last_outcome))
         if not may_step: raise CancelStepException

@@ -168,7 +168,8 @@ def solutions(
     truth = outcomes(table)
     rows = {}
     for name, patient in table.module.PATIENTS.items():
-        rows[name] = dict(cause=patient.cause, cure=patient.cure) | truth[name] | dict(note=patient.note)
+        row = dict(cause=patient.cause, cure=patient.cure)
+        rows[name] = row | truth[name] | dict(note=patient.note)
     return pd.DataFrame(rows, dtype=object).T
 
 # %% ../nbs/35_cases.ipynb #c31a0022
@@ -203,7 +204,7 @@ class Case:
         cause:str, # one of `CAUSES`
         cure:str, # one of `CURES`
         cures:dict, # remedy -> would it cure? For all `REMEDIES` that were not run
-    )->dict: # are 'cause' and 'cure' right? how many of 'asked' have 'predictions' and 'guess' right?
+    )->dict: # are 'cause' and 'cure' right? of 'asked', how many 'predictions' and 'guess' are?
         "Give the one answer; ValueError for a second or incomplete one"
         validate_choice(cause, CAUSES, 'cause')
         validate_choice(cure, CURES, 'cure')

@@ -42,8 +42,8 @@ def burst_from(
         return trace_from_bits(args.storm, factor=factor)
     try: return load_trace(args.storm)
     except FileNotFoundError:
-        raise RequestError(f'There is no storm {args.storm!r}: take hard, random, a script of 0 and 1, or the file '
-                           'of a recorded trace.') from None
+        raise RequestError(f'There is no storm {args.storm!r}: take hard, random, a script of 0 '
+                           'and 1, or the file of a recorded trace.') from None
 
 def plot_file(
     out: str, # the file to write; a PNG if it has no suffix
@@ -81,7 +81,7 @@ def draw(
 def asked_policies(
     names: list|None, # of policies; None: all published ones
 ) -> dict: # name -> a name or a scaler
-    "The policies that were asked for; automatic loss scaling sees only the gradients of weights here"
+    "The policies that were asked for; ALS sees only the gradients of weights here"
     from mpcourse.simulator import named_policies
     flying = named_policies(names)
     if 'als' in flying:                     # `get_policy` does not know it
@@ -100,7 +100,8 @@ def replay_command(
         trace, start = burst_from(args), parse_number(args.start) if args.start else None
         flight = replay(asked_policies(names_in(args.policies)), trace, start)
     except (ValueError, OSError) as e: raise RequestError(str(e)) from e
-    print(f'{trace}. Scales as powers of two; flushed: share of the non-zero gradients that end as zero.\n')
+    print(f'{trace}. Scales as powers of two; flushed: share of the non-zero gradients that end as '
+          'zero.\n')
     print(flight.table().to_string(float_format=lambda v: f'{v:.3g}'))
     for name,why in flight.stopped.items(): print(f'{name} gave up at {why}')
     print(f'\nThe plot is in {draw(flight, path)}.')
@@ -108,7 +109,7 @@ def replay_command(
 
 # %% ../nbs/92_cli.ipynb #7d6c15be
 def training_from(
-    what:str, # a toy's name, or 'script.py:function', a function of a seed that returns a `Training`
+    what:str, # a toy's name, or 'script.py:function', where function(seed) returns a `Training`
     steps:int=None, # of a toy's training
 ): # seed -> Training
     "The training that was asked for, or a RequestError"
@@ -125,7 +126,7 @@ def training_from(
     return make
 
 class Progress:
-    "Prints to stderr how much is done and how long the rest may take; on a terminal it keeps to one line"
+    "Prints to stderr how much is done and how long the rest may take"
     def __init__(self,
         total:int, # how many there will be
         what:str, # its name
@@ -155,7 +156,7 @@ def write_page(
 def compare_command(
     args: argparse.Namespace, # training, schemes, seeds, steps, store, html
 ) -> int: # 0
-    "Train a toy, or your own net, under several schemes with the same seeds, and say which learn as FP32 does"
+    "Train a net under several schemes with the same seeds, and say which learn as FP32 does"
     import pandas as pd
     from mpcourse.compare import SCHEMES, compare_schemes, compare_html, summary
     try:
@@ -167,9 +168,9 @@ def compare_command(
         results = compare_schemes(counted, names, args.seeds, args.store)
     except (ValueError, OSError) as e: raise RequestError(str(e)) from e
     print(pd.DataFrame(summary(results)).T.to_string())
-    print('\nverdict: the median share of what FP32 learnt that is lost, where all seeds have the same sign; '
-          'tie: all seeds within 2 %; open: seeds that disagree, or too few of them; fails 2/6: two of six seeds lose '
-          'more than half. score: the lower the better.')
+    print('\nverdict: the median share of what FP32 learnt that is lost, where all seeds have the '
+          'same sign; tie: all seeds within 2 %; open: seeds that disagree, or too few of them; '
+          'fails 2/6: two of six seeds lose more than half. score: the lower the better.')
     for name, why in {r['scheme']: r['refused'] for r in results if r['refused']}.items():
         print(f'{name}: {why}')
     if args.store: print(f'\nThe runs are kept in {args.store}, and will not be repeated.')
@@ -189,7 +190,8 @@ def advise_command(
             for batch in t.batches():
                 bar()
                 yield batch
-        advice = advise_schemes(t.model, t.opt(t.model.parameters()), t.loss_func, counted(), args.steps, t.schedule)
+        advice = advise_schemes(
+            t.model, t.opt(t.model.parameters()), t.loss_func, counted(), args.steps, t.schedule)
     except ValueError as e: raise RequestError(str(e)) from e
     with pd.option_context('display.max_colwidth', None, 'display.width', None):
         print(advice.table().to_string())
@@ -222,34 +224,43 @@ def add_replay(
     sub, # the parser's sub-commands
 ):
     "Add `mpcourse replay` and its arguments"
-    r = sub.add_parser('replay', help='replay bad batches under loss scalers', description=replay_command.__doc__)
-    r.add_argument('--storm', default='hard', help='hard (good batches, a row of bad ones, good ones), random, '
-                   'a script such as 0010011 with 1 for a bad step, or the file of a recorded trace (%(default)s)')
-    r.add_argument('--policies',
-                   help='names with commas between them, such as torch,megatron,als; all published ones by default')
-    r.add_argument('--start', help="the first scale of all policies, such as 2^16; by default each one's own")
-    r.add_argument('--bad', type=count, default=10, help='hard: bad batches in a row (%(default)s)')
-    r.add_argument('--before', type=count, default=300, help='hard: good ones before them (%(default)s)')
-    r.add_argument('--after', type=count, default=300, help='hard: good ones after them (%(default)s)')
-    r.add_argument('--rate', type=float, default=.01, help='random: probability of a bad step (%(default)s)')
-    r.add_argument('--steps', type=positive, default=20_000, help='random: how many (%(default)s)')
-    r.add_argument('--seed', type=int, default=0, help='random: of the random numbers (%(default)s)')
-    r.add_argument('--factor', default='inf', help='how much larger than good ones the gradients of bad batches are: '
-                   'a power of two, or inf for gradients that overflow at any scale (%(default)s)')
-    r.add_argument('--out', default='replay.png', help='the file to write the plot to (%(default)s)')
+    r = sub.add_parser(
+        'replay', help='replay bad batches under loss scalers', description=replay_command.__doc__)
+    def option(name, kind, default, text):
+        r.add_argument(name, type=kind, default=default, help=text + ' (%(default)s)')
+    option('--storm', str, 'hard', 'hard (good batches, a row of bad ones, good ones), random, a '
+           'script such as 0010011 with 1 for a bad step, or the file of a recorded trace')
+    r.add_argument('--policies', help='names with commas between them, such as torch,megatron,als; '
+                   'all published ones by default')
+    r.add_argument('--start', help="first scale of all policies, such as 2^16; default: each one's")
+    option('--bad', count, 10, 'hard: bad batches in a row')
+    option('--before', count, 300, 'hard: good ones before them')
+    option('--after', count, 300, 'hard: good ones after them')
+    option('--rate', float, .01, 'random: probability of a bad step')
+    option('--steps', positive, 20_000, 'random: how many')
+    option('--seed', int, 0, 'random: of the random numbers')
+    option('--factor', str, 'inf', 'how much larger than good ones the gradients of bad batches '
+           'are: a power of two, or inf for gradients that overflow at any scale')
+    option('--out', str, 'replay.png', 'the file to write the plot to')
     r.set_defaults(func=replay_command)
 
 def add_compare(
     sub, # the parser's sub-commands
 ):
     "Add `mpcourse compare` and its arguments"
-    c = sub.add_parser('compare', help='train a net under several schemes', description=compare_command.__doc__)
-    c.add_argument('training', nargs='?', default='two_towers', help='a toy, such as char_lm, or script.py:function: '
-                   'a function of a seed that returns a Training of chapter 33 (%(default)s)')
+    c = sub.add_parser(
+        'compare', help='train a net under several schemes', description=compare_command.__doc__)
+    c.add_argument(
+        'training', nargs='?', default='two_towers',
+        help='a toy, such as char_lm, or script.py:function: '
+        'a function of a seed that returns a Training of chapter 33 (%(default)s)')
     c.add_argument('--schemes', help='names with commas between them; by default all')
-    c.add_argument('--seeds', type=positive, default=6, help='trainings of each scheme (%(default)s)')
-    c.add_argument('--steps', type=positive, help="of a toy's training; by default the toy's number")
-    c.add_argument('--store', help='file for the results so far: an interrupted comparison goes on from there')
+    c.add_argument(
+        '--seeds', type=positive, default=6, help='trainings of each scheme (%(default)s)')
+    c.add_argument(
+        '--steps', type=positive, help="of a toy's training; by default the toy's number")
+    c.add_argument(
+        '--store', help='file for the results so far: an interrupted comparison goes on from there')
     c.add_argument('--html', help='a file for a page with table and picture')
     c.set_defaults(func=compare_command)
 
@@ -257,9 +268,11 @@ def add_advise(
     sub, # the parser's sub-commands
 ):
     "Add `mpcourse advise` and its arguments"
-    a = sub.add_parser('advise', help='say which schemes will train a net', description=advise_command.__doc__)
-    a.add_argument('training', help='a toy, such as char_lm, or script.py:function: a function of a seed that '
-                   'returns a Training of chapter 33')
+    a = sub.add_parser(
+        'advise', help='say which schemes will train a net', description=advise_command.__doc__)
+    a.add_argument(
+        'training', help='a toy, such as char_lm, or script.py:function: a function of a seed that '
+        'returns a Training of chapter 33')
     a.add_argument('--steps', type=positive, default=100, help='steps to watch (%(default)s)')
     a.add_argument('--seed', type=count, default=0, help='seed of the training (%(default)s)')
     a.add_argument('--html', help='a file for a page with table and picture')
@@ -272,7 +285,10 @@ def make_parser() -> argparse.ArgumentParser: # knows every sub-command
     p = argparse.ArgumentParser(prog='mpcourse', description=about)
     sub = p.add_subparsers(dest='command', required=True,
                            metavar='doctor | replay | compare | advise')
-    d = sub.add_parser('doctor', help='what this machine can do, and what to use', description=doctor_command.__doc__)
+    d = sub.add_parser(
+        'doctor',
+        help='what this machine can do, and what to use',
+        description=doctor_command.__doc__)
     d.set_defaults(func=doctor_command)
     add_replay(sub)
     add_compare(sub)

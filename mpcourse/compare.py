@@ -89,7 +89,7 @@ class Training:
     opt: Callable # parameters -> optimizer; the parameters of the model, or of a copy of it
     loss_func: Callable # (FP32 predictions, targets) -> 0-dim loss
     batches: Callable # () -> (inputs, targets), one after the other, the same at each call
-    score: Callable|None = None # model -> float, the lower the better; None: the mean of the last 20 losses
+    score:Callable|None = None # model -> float, lower is better; None: mean of the last 20 losses
     schedule: Callable|None = None # step number -> factor of the learning rate
 
 def toy_training(
@@ -144,7 +144,7 @@ def rounded_once(
 
 def stored_in(
     dtype:torch.dtype, # of weights and both passes
-    rounding:str|None=None, # of the weights after an update in FP32; None: the optimizer works in `dtype`
+    rounding:str|None=None, # of the weights after an FP32 update; None: the update is in `dtype`
 )->Callable: # Training -> a step for `fit`
     "Weights of 16 bits and no master copy"
     def begin(t):
@@ -180,7 +180,8 @@ def converted(
     def begin(t):
         factor = scale(t)
         keep = ()
-        if not readout: keep = [n for n, m in t.model.named_modules() if isinstance(m, nn.Linear)][-1:]
+        if not readout:
+            keep = [n for n, m in t.model.named_modules() if isinstance(m, nn.Linear)][-1:]
         t.model = simulate_fp8(t.model, recipe, keep)
         return half_pass(torch.float32, factor)
     return begin
@@ -328,7 +329,8 @@ def stored_shares(
     "The lost share of a scheme in each seed of a stored study"
     def stored(scheme, what): return table.values(f'{net}: {scheme}', what)
     shares = []
-    for score, before, fp32 in zip(stored(scheme, 'score'), stored(scheme, 'before'), stored('FP32', 'score')):
+    columns = stored(scheme, 'score'), stored(scheme, 'before'), stored('FP32', 'score')
+    for score, before, fp32 in zip(*columns):
         refused = math.isnan(before)
         shares.append(None if refused else lost_share(score, before, fp32))
     return shares

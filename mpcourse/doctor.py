@@ -154,8 +154,9 @@ def recommend(
     out = []
     bf16, fp16 = r.bf16_speed > 1.5, r.fp16_speed > 1.5
     if not r.devices:
-        out.append('Train in FP32 on this CPU; run the FP16 chapters as they are: they compute with '
-                   f'tensorcore.fp32_accumulate (native FP16 is {in_words(r.fp16_speed)} here).')
+        out.append(
+            'Train in FP32 on this CPU; run the FP16 chapters as they are: they compute with '
+            f'tensorcore.fp32_accumulate (native FP16 is {in_words(r.fp16_speed)} here).')
         if bf16:
             out.append(f'BF16 is {in_words(r.bf16_speed)} on this CPU: '
                        'torch.autocast("cpu", torch.bfloat16) is worth a try.')
@@ -168,9 +169,10 @@ def recommend(
         out.append('Neither FP16 nor BF16 is faster than FP32 here: '
                    'train in FP32 unless memory is short.')
     if r.torchvision:
-        out.append(f'torchvision does not import ({r.torchvision}), so `from fastai.vision.all '
-                   'import *` cannot work: install the build that matches torch '
-                   f'{r.versions["torch"]}, from the same index as torch. The course does not need it.')
+        out.append(
+            f'torchvision does not import ({r.torchvision}), so `from fastai.vision.all '
+            'import *` cannot work: install the build that matches torch '
+            f'{r.versions["torch"]}, from the same index as torch. The course does not need it.')
     return out
 
 # %% ../nbs/91_doctor.ipynb #999d6b07
@@ -182,10 +184,16 @@ def examine() -> Report: # what was found, with advice
     if versions['torchvision'] != 'not installed': vision = imports('torchvision')
     formats = {f: casts(d, device) for f, d in TORCH_NAMES.items()}
     r = Report(
-        python=platform.python_version(), versions=versions, cores=cores(),
-        threads=torch.get_num_threads(), devices=devices(), formats=formats,
-        fp16_speed=speed_ratio(torch.float16, device), bf16_speed=speed_ratio(torch.bfloat16, device),
-        tf32=tf32_setting(), torchvision=vision)
+        python=platform.python_version(),
+        versions=versions,
+        cores=cores(),
+        threads=torch.get_num_threads(),
+        devices=devices(),
+        formats=formats,
+        fp16_speed=speed_ratio(torch.float16, device),
+        bf16_speed=speed_ratio(torch.bfloat16, device),
+        tf32=tf32_setting(),
+        torchvision=vision)
     r.advice = recommend(r)
     return r
 

@@ -153,8 +153,12 @@ class _Bins:
     def format(self, f):
         "What the figure has to know of a format"
         fmt = self.formats[f]
-        return dict(color=fmt_color(f), edges=self.at(self.edges[f]).tolist(),
-                    low=math.log2(fmt.smallest_subnormal), tiny=math.log2(fmt.tiny), top=math.log2(fmt.max))
+        return dict(
+            color=fmt_color(f),
+            edges=self.at(self.edges[f]).tolist(),
+            low=math.log2(fmt.smallest_subnormal),
+            tiny=math.log2(fmt.tiny),
+            top=math.log2(fmt.max))
 
 # %% ../nbs/04_failures.ipynb #34ebac80
 #| code-fold: true

@@ -19,7 +19,7 @@ from fastcore.basics import patch
 def same_bits(
     a:torch.Tensor, # any dtype and device
     b:torch.Tensor, # compared with it
-)->bool: # True only if dtype, shape and every element's bits agree (NaN equals NaN, −0 differs from 0)
+)->bool: # do dtype, shape and all bits agree? NaN equals NaN, −0 differs from 0
     "Bit-exact equality"
     if a.dtype != b.dtype or a.shape != b.shape: return False
     if not a.is_floating_point(): return torch.equal(a, b)
@@ -67,8 +67,9 @@ class FloatFormat:
         if not self.name: object.__setattr__(self, 'name', f'e{self.exp_bits}m{self.man_bits}')
         lo, hi = -self.bias - self.man_bits, 2**self.exp_bits - self.bias
         if lo < -1022 or hi > 1022:
-            raise ValueError(f'{self.name} with bias {self.bias} reaches from 2^{lo} to 2^{hi}, but values '
-                             'are computed in FP64, from 2^-1022 to 2^1022: take another bias.')
+            raise ValueError(
+                f'{self.name} with bias {self.bias} reaches from 2^{lo} to 2^{hi}, but values '
+                'are computed in FP64, from 2^-1022 to 2^1022: take another bias.')
 
     @property
     def bits(self)->int:
@@ -94,7 +95,8 @@ class FloatFormat:
         "The numbers that codes stand for"
         code = torch.as_tensor(bits).long()
         if code.numel() and not 0 <= code.min() <= code.max() < 2**self.bits:
-            raise ValueError(f'Codes {code.min():d} to {code.max():d} were given, and {self.name} has only those '
+            raise ValueError(f'Codes {code.min():d} to {code.max():d} were given, and {self.name} '
+                             'has only those '
                              f'from 0 to {2**self.bits - 1}.')
         low = code & 2**(self.exp_bits + self.man_bits) - 1
         neg, beyond = code > low, low - self.max_code
@@ -181,20 +183,25 @@ e2m3 = FloatFormat(2, 3, 'e2m3', 'finite')
 e2m1 = FloatFormat(2, 1, 'e2m1', 'finite')
 e8m0 = FloatFormat(8, 0, 'e8m0', 'scale')
 
-FORMATS = {f.name: f for f in (fp32, tf32, bf16, fp16, e4m3, e5m2, e4m3fnuz, e5m2fnuz, e3m2, e2m3, e2m1, e8m0)}
+FORMATS = {f.name: f for f in (fp32, tf32, bf16, fp16, e4m3, e5m2, e4m3fnuz, e5m2fnuz,
+                               e3m2, e2m3, e2m1, e8m0)}
 
 # %% ../nbs/01_formats.ipynb #6aa3ffcc
 #| code-fold: true
-_DTYPES = {'float32': fp32, 'bfloat16': bf16, 'float16': fp16, 'float8_e4m3fn': e4m3, 'float8_e5m2': e5m2,
-           'float8_e4m3fnuz': e4m3fnuz, 'float8_e5m2fnuz': e5m2fnuz, 'float8_e8m0fnu': e8m0}
+_DTYPES = {
+    'float32': fp32, 'bfloat16': bf16, 'float16': fp16,
+    'float8_e4m3fn': e4m3, 'float8_e5m2': e5m2,
+    'float8_e4m3fnuz': e4m3fnuz, 'float8_e5m2fnuz': e5m2fnuz, 'float8_e8m0fnu': e8m0}
 
 @patch(as_prop=True)
 def dtype(self:FloatFormat)->torch.dtype|None:
     "The torch dtype with these values, or None where (this) torch has none"
-    return next((getattr(torch, n) for n, f in _DTYPES.items() if f == self and hasattr(torch, n)), None)
+    for name, fmt in _DTYPES.items():
+        if fmt == self and hasattr(torch, name): return getattr(torch, name)
+    return None
 
 def get_format(
-    fmt:str|FloatFormat|torch.dtype, # 'fp16', 'e3m4' (IEEE-like, of these widths), a torch dtype, or a format itself
+    fmt:str|FloatFormat|torch.dtype, # 'fp16', 'e3m4' (IEEE-like), a torch dtype, or a format
 )->FloatFormat:
     "The format of that name"
     if isinstance(fmt, FloatFormat): return fmt
@@ -212,7 +219,8 @@ def _exponent(self:FloatFormat,
     x:torch.Tensor, # float64, any shape
 )->torch.Tensor: # the exponent of each value's octave, within the format's own
     "floor(log2|x|), but never below the smallest normal exponent"
-    return (torch.frexp(x.abs()).exponent.long() - 1).masked_fill(x == 0, self.emin).clamp(self.emin, self.emax)
+    e = torch.frexp(x.abs()).exponent.long() - 1
+    return e.masked_fill(x == 0, self.emin).clamp(self.emin, self.emax)
 
 @patch
 def spacing(self:FloatFormat,
@@ -238,7 +246,7 @@ def _index(self:FloatFormat,
 def encode(self:FloatFormat,
     x:float|torch.Tensor, # any numbers, any shape
 )->int|torch.Tensor: # codes: an int for a float, an int64 tensor for a tensor
-    "Codes of the nearest values, ties to even, and `over_code` beyond the range; ValueError for a NaN that has no code"
+    "Codes of the nearest values, ties to even; ValueError for a NaN where the format has none"
     v = torch.as_tensor(x, dtype=torch.float64)
     if v.isnan().any() and not self.has_nan:
         raise ValueError(f'{self.name} has no NaN, and the input holds one: replace it first, with '
@@ -259,14 +267,15 @@ def _at(self:FloatFormat,
     k:torch.Tensor, # signed positions: 0 is zero, 1 the smallest positive value, −1 its negative
 )->torch.Tensor: # float64; ±inf beyond the last value
     "The value at a signed position"
-    v = self._magnitude(k.abs().clamp(max=self.max_code)).masked_fill(k.abs() > self.max_code, torch.inf)
+    v = self._magnitude(k.abs().clamp(max=self.max_code))
+    v = v.masked_fill(k.abs() > self.max_code, torch.inf)
     if self.kind == 'scale': v = v.masked_fill(k < 0, torch.inf)
     return torch.where(k < 0, -v, v)
 
 @patch
 def neighbours(self:FloatFormat,
     x:float|torch.Tensor, # numbers, any shape; they need not be values of the format
-)->tuple: # (the largest value below x, the smallest above), ∓inf where there is none; floats or float64 tensors, like x
+)->tuple: # (largest value below x, smallest above), as x: floats or float64; ∓inf for none
     "The format's values on either side of x, x itself excluded"
     v = torch.as_tensor(x, dtype=torch.float64)
     if v.isnan().any():
@@ -313,14 +322,16 @@ def _error(
     if v == 0: return 'underflow: nothing is left'
     return f'{(v - x)/x:+.3%}' if abs(x) < torch.inf else 'saturated'
 _BOXES = dict(sign='#f4c7c3', exponent='#cfe3f7', fraction='#d5ecd4')
-BITS_CSS = ('.mp-bits{margin:.6em 0;overflow-x:auto} .mp-bits u{text-decoration:none;margin-right:.4em}'
-            '.mp-bits i{font:normal 1em monospace;color:#222;border:1px solid #8888;padding:.1em .18em}'
-            '.mp-bits td{text-align:left;padding:.1em 1em .1em 0}'
-            + ''.join(f'.mp-bits u[title={n}] i{{background:{c}}}' for n,c in _BOXES.items()))
+BITS_CSS = (
+    '.mp-bits{margin:.6em 0;overflow-x:auto} .mp-bits u{text-decoration:none;margin-right:.4em}'
+    '.mp-bits i{font:normal 1em monospace;color:#222;border:1px solid #8888;padding:.1em .18em}'
+    '.mp-bits td{text-align:left;padding:.1em 1em .1em 0}'
+    + ''.join(f'.mp-bits u[title={n}] i{{background:{c}}}' for n, c in _BOXES.items()))
 
 def _fields_html(f, code):
     "The bits of a code, a coloured box each"
-    s, cut = f'{code:0{f.bits}b}', (0, f.bits - f.exp_bits - f.man_bits, f.bits - f.man_bits, f.bits)
+    s = f'{code:0{f.bits}b}'
+    cut = (0, f.bits - f.exp_bits - f.man_bits, f.bits - f.man_bits, f.bits)
     fields = [(n, s[i:j]) for n,i,j in zip(_BOXES, cut, cut[1:]) if j > i]
     return ''.join(f'<u title={n}><i>{"</i><i>".join(bits)}</i></u>' for n,bits in fields)
 
@@ -345,7 +356,8 @@ def _same(got, want):
     if got is None or isinstance(got, (bool, str)) or isinstance(want, (bool, str)):
         return type(got) is type(want) and got == want
     if isinstance(want, (tuple, list)):
-        return isinstance(got, (tuple, list)) and len(got) == len(want) and all(map(_same, got, want))
+        if not isinstance(got, (tuple, list)) or len(got) != len(want): return False
+        return all(map(_same, got, want))
     try: return same_bits(torch.as_tensor(got).double(), torch.as_tensor(want).double())
     except (TypeError, ValueError, RuntimeError): return False
 

@@ -41,7 +41,7 @@ SIGNS = 1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1
 def rotate16(
     x:Tensor, # (…, k)
 )->Tensor: # (…, k, filled up with zeros to a multiple of 16)
-    "Rotate each 16 numbers of a row; with both operands rotated along its sum a product is the same"
+    "Rotate each 16 numbers of a row; a product of two rotated operands is the same"
     x = F.pad(x, (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))
     h = hadamard(16).to(x)*torch.tensor(SIGNS).to(x)
     return (x @ h.T).flatten(-2)

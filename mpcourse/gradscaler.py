@@ -8,6 +8,7 @@ __all__ = ['GradScaler']
 # %% ../nbs/11_gradscaler.ipynb #054b7808
 from collections import defaultdict
 from collections.abc import Iterable
+from copy import deepcopy
 from weakref import finalize
 
 import torch
@@ -111,8 +112,8 @@ class GradScaler(_PolicyNumbers, torch.amp.GradScaler):
         self._made = True
         if device is None: self._device = None
         self._init_scale = policy.scale.item()
-        self.stats = StepController(policy, model, group)
-        if enabled: finalize(self, self.stats.buffers.watch().remove)
+        self.controller = StepController(policy, model, group)
+        if enabled: finalize(self, self.controller.buffers.watch().remove)
 
 # %% ../nbs/11_gradscaler.ipynb #7eba45ef
 @patch
@@ -128,11 +129,12 @@ def scale(self:GradScaler,
 ): # the same, times the scale
     "As torch's; notes whether the loss itself is finite"
     if not self._enabled: return outputs
-    if self.stats is None: self.stats = StepController(self.policy, self.model, self.group)
+    if self.controller is None:
+        self.controller = StepController(self.policy, self.model, self.group)
     if isinstance(outputs, Iterable) and not isinstance(outputs, (torch.Tensor, list, tuple)):
         outputs = list(outputs)                              # a generator is read twice
     scaled = torch.amp.GradScaler.scale(self, outputs)
-    self.stats.see_loss(outputs)
+    self.controller.see_loss(outputs)
     return scaled
 
 # %% ../nbs/11_gradscaler.ipynb #a092ad4a
@@ -141,10 +143,12 @@ def _numbers(g): return g.coalesce()._values() if g.is_sparse else g
 @patch
 def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16):
     "Called whenever torch unscales: count for the policy, check, unscale, and add up over ranks"
-    stats = self.stats
+    controller = self.controller
     torchs = torch.amp.GradScaler._unscale_grads_
     alone = decision_group(self.group, self.model) is None
-    if stats.counted: stats.count([_numbers(g) for _, g, _ in named_gradients(optimizer)])
+    if controller.counted:
+        grads = [_numbers(g) for _, g, _ in named_gradients(optimizer)]
+        controller.count(grads)
     flags = list(torchs(self, optimizer, inv_scale, found_inf, allow_fp16).values())
     if not flags and alone: return {}
     if self.policy.min_scale < 1:                            # a finite gradient may have overflowed
@@ -152,12 +156,12 @@ def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16
         flags += torchs(self, optimizer, once, torch.zeros_like(found_inf), allow_fp16).values()
     found = flags[0] if flags else torch.zeros_like(found_inf)
     for flag in flags[1:]: found = found + flag.to(found.device)
-    stats.add(dict(found_inf=found))
-    seen = stats.gather()
+    controller.add(dict(found_inf=found))
+    seen = controller.gather()
     self._per_optimizer_states[id(optimizer)]['seen'] = seen
-    loss_nonfinite = stats.stats['loss_nonfinite']           # the next optimizer needs it, too
-    stats.reset()
-    stats.stats['loss_nonfinite'] = loss_nonfinite
+    loss_nonfinite = controller.stats['loss_nonfinite']      # the next optimizer needs it, too
+    controller.reset()
+    controller.stats['loss_nonfinite'] = loss_nonfinite
     skips = seen['skips']
     if not alone or len(flags) > 1: skips = skips.clamp(max=1)
     return {skips.device: skips}
@@ -168,7 +172,7 @@ def _maybe_opt_step(self:GradScaler, optimizer, state, *args, **kwargs):
     "As torch's; remember whether the step was taken, and whose gradients were not finite"
     state['taken'] = not sum(flag.item() for flag in state['found_inf_per_device'].values())
     if state['taken']: return optimizer.step(*args, **kwargs)
-    named = self.stats.gradients(optimizer)
+    named = self.controller.gradients(optimizer)
     state['bad'] = [n for n, g, _ in named if not _numbers(g).isfinite().all()]
 
 @patch
@@ -202,23 +206,23 @@ def update(self:GradScaler,
     if new_scale is None and states: self._decide(states)
     else:                                                    # torch's, or torch's refusal
         torch.amp.GradScaler.update(self, new_scale)
-        self.stats.reset()
-        self.stats.buffers.clear()
+        self.controller.reset()
+        self.controller.buffers.clear()
     self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
 @patch
 def _decide(self:GradScaler, states):
     "Add up what all optimizers' gradients have shown, and let the policy decide"
-    stats = self.stats
+    controller = self.controller
     seen = states[0]['seen']
     if len(states) > 1:
-        stats.reset()
-        for s in states: stats.add(s['seen'])
-        seen = stats.stats
+        controller.reset()
+        for s in states: controller.add(s['seen'])
+        seen = controller.stats
     taken = [s.get('taken') for s in states]
     stepped = None if None in taken else all(taken)
-    kept = len(stats.buffers.before)
-    outcome = stats.decide(seen, stepped)
+    kept = len(controller.buffers.before)
+    outcome = controller.decide(seen, stepped)
     self.last_outcome = outcome
     outcome.nonfinite = tuple(n for s in states for n in s.get('bad', ()))
     outcome.warn()
@@ -258,6 +262,7 @@ def load_state_dict(self:GradScaler,
 ):
     "Restore; ValueError if the state is of another policy, RuntimeError if it is empty, as torch's"
     if not self._enabled: return
+    before = deepcopy(self.policy.state_dict())
     if 'policy' in state: self.policy.load_state_dict(state['policy'])
     elif state and not isinstance(self.policy, DynamicScaler): raise ValueError(
         f"{self.policy!r} does not follow torch's rule: "
@@ -266,11 +271,14 @@ def load_state_dict(self:GradScaler,
         config = self.policy.config
         for n in ('init_scale', *_NUMBERS): del config[n]
         self.policy.load_state_dict(from_torch(state, **config).state_dict())
-    torch.amp.GradScaler.load_state_dict(self, state)
+    try: torch.amp.GradScaler.load_state_dict(self, state)
+    except Exception:
+        self.policy.load_state_dict(before)
+        raise
 
 @patch
 def __getstate__(self:GradScaler):
     "As torch's, without the model, the ranks and what was seen"
     state = torch.amp.GradScaler.__getstate__(self)
     for n in ('_scale', '_growth_tracker'): state.pop(n, None)
-    return state | dict(_ready=False, stats=None, model=None, group=None, last_outcome=None)
+    return state | dict(_ready=False, controller=None, model=None, group=None, last_outcome=None)

@@ -293,12 +293,17 @@ def saved_bytes(
     "Memory of the tensors that autograd keeps from a forward pass for the backward pass"
     tensors = (*model.parameters(), *model.buffers())
     own = {t.untyped_storage().data_ptr() for t in tensors}
-    saved = {}
+    slices = {}                                              # {storage: {offset: bytes}}
+    whole = {}                                               # {storage: bytes}
     def pack(t):
         storage = t.untyped_storage()
         ptr = storage.data_ptr()
-        size = min(t.nbytes, storage.nbytes())               # of a slice only the slice counts
-        if ptr not in own: saved[ptr] = max(saved.get(ptr, 0), size)
+        if ptr in own: return t
+        whole[ptr] = storage.nbytes()
+        offsets = slices.setdefault(ptr, {})
+        offsets[t.storage_offset()] = max(offsets.get(t.storage_offset(), 0), t.nbytes)
         return t
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t): (call or model)(*args)
-    return sum(saved.values())
+    total = 0
+    for ptr, offsets in slices.items(): total += min(whole[ptr], sum(offsets.values()))
+    return total

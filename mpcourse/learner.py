@@ -101,12 +101,13 @@ def switch(self:MixedPrecisionCB,
 ):
     "Change the scheme during a fit, between two batches; accumulated gradients are dropped"
     self.dtype = validate_scheme(dtype, scaler)
-    self.scaler = scaler or StaticScaler(1.)
+    if scaler is None: scaler = StaticScaler(1.)
+    self.scaler = scaler
     self.learn.opt.zero_grad()                          # the old scale is in what waits
-    if self.stats.watched: self.stats.watched.remove()
-    number = self.stats.number
-    self.stats = StepController(self.scaler, self.learn.model, self.group)
-    self.stats.number = number
+    if self.controller.watched: self.controller.watched.remove()
+    number = self.controller.number
+    self.controller = StepController(self.scaler, self.learn.model, self.group)
+    self.controller.number = number
 
 # %% ../nbs/89_learner.ipynb #00d388f6
 class WarnCB(Callback):
@@ -287,4 +288,5 @@ def advise(self:Learner,
     def drawn():
         while True:
             for *xb, yb in self.dls.train: yield xb[0] if len(xb) == 1 else tuple(xb), yb
-    return advise_schemes(self.model, _torch_optimizer(self), self.loss_func, drawn(), steps, **kwargs)
+    return advise_schemes(
+        self.model, _torch_optimizer(self), self.loss_func, drawn(), steps, **kwargs)

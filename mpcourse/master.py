@@ -53,8 +53,10 @@ def get_master(
     if not any(model_groups):
         raise ValueError(f'No parameter of {opt_or_groups!r} has requires_grad=True: unfreeze one.')
     if rounded:
-        warnings.warn(f'{rounded} parameters have 16 bits or fewer already: their masters start from '
-                      'rounded values. Call get_master before the model is put in half precision.', stacklevel=2)
+        warnings.warn(
+            f'{rounded} parameters have 16 bits or fewer already: their masters start from '
+            'rounded values. Call get_master before the model is put in half precision.',
+            stacklevel=2)
     return model_groups, master_groups
 
 # %% ../nbs/07_master.ipynb #103a0c46

@@ -212,7 +212,8 @@ def _mounted(name, data, at):
     "Scripts that hand `data` to a module's `mount`, for the element with id `at`"
     source = live_source(name).replace('</', '<\\/')
     data = data.replace('</', '<\\/')
-    return f'''<script type="application/json" id="{at}-data">{data}</script><script type="module">{source}
+    return f'''<script type="application/json" id="{at}-data">{data}</script>
+<script type="module">{source}
 const root = document.getElementById("{at}");
 if (root) mount(root, JSON.parse(document.getElementById("{at}-data").textContent));</script>'''
 

@@ -103,7 +103,7 @@ class LossScaler(nn.Module):
 
     @torch.no_grad()
     def update(self, stats):
-        "Take the rule's scale within bounds, or keep all after a loss that was not finite; the old scale"
+        "Choose the next scale, within its bounds; after a non-finite loss keep it. Returns the old"
         ours = {n: b for n, b in self._buffers.items() if n != 'held'}
         before = {n: b.clone() for n, b in ours.items()}
         fine = stats['loss_finite'].bool()

@@ -29,7 +29,7 @@ from .toys import Toy, plain_step, predict, seed as run_seed, train_toy
 class Trace:
     "Gradient magnitudes of a training, step by step, without any loss scale"
     name:str # what it is called in tables and plots
-    amax:Tensor # (steps,) float64: the largest magnitude; inf or NaN where no scale would have helped
+    amax:Tensor # (steps,) float64: largest magnitude; inf or NaN where no scale would have helped
     kind:Tensor # (steps,) int64: the step's row in the three below; steps of one kind share a row
     counts:Tensor # (kinds, octaves) float64: entries with 2^(lo+k) ≤ |g| < 2^(lo+k+1)
     lo:int # exponent of the first octave
@@ -73,7 +73,8 @@ class Recording:
 
     def __call__(self, model, xb, yb, opt, loss_func):
         out = self.step(model, xb, yb, opt, loss_func)
-        g = torch.cat([p.grad.detach().flatten().float() for p in model.parameters() if p.grad is not None])
+        grads = [p.grad.detach().flatten() for p in model.parameters() if p.grad is not None]
+        g = torch.cat(grads).float()
         self.amax.append(g.abs().max().item())
         self.hists.append(log2_hist(g))
         return out
@@ -101,7 +102,7 @@ def record_trace(
 def thresholds(
     fmt='fp16', # a format or its name
 )->tuple: # two magnitudes
-    "From the first magnitude on everything becomes infinite or NaN; up to the second everything becomes zero"
+    "The magnitude from which a format gives infinity or NaN, and the one up to which it gives 0"
     fmt = get_format(fmt)
     zero = fmt.smallest_subnormal/2
     if not (fmt.has_inf or fmt.has_nan): return math.inf, zero         # it can only saturate
@@ -115,7 +116,7 @@ def entries_below(
     lo:int, # exponent of the first octave
     edge:Tensor, # (n,) or (m, n) float64: a magnitude for each step
 )->Tensor: # same shape as the edges, float64
-    "How many entries lie below an edge; exact where the edge is a power of two, else interpolated in log2"
+    "How many entries lie below an edge; interpolated in log2 unless it is a power of two"
     below = F.pad(counts.cumsum(1), (1, 0))
     octaves = counts.shape[1]
     step = torch.arange(len(counts))
@@ -167,7 +168,7 @@ def burst_of(
     bad, # (steps,) bool: which steps are bad
     name:str='storm', # of the trace
     like=None, # what good steps look like: see `as_trace`; a trace starts again at its end
-    factor:float=math.inf, # a bad step's gradients are so many times as large: a power of two, inf or NaN
+    factor:float=math.inf, # how much larger the gradients of bad steps are: 2^k, inf or NaN
 )->Trace:
     "A trace of good steps with bad ones among them"
     bad = torch.as_tensor(bad, dtype=torch.bool)
@@ -189,7 +190,8 @@ def burst_of(
     kind = calm.kind[t] + bad*len(calm.counts)  # the bad steps' rows stand below the good ones'
     counts = torch.cat([F.pad(calm.counts, (down, up)), counts])
     zeros = torch.cat([calm.zeros, zeros])
-    return Trace(name, amax, kind, counts, calm.lo - down, zeros, torch.cat([calm.broken, broken]), bad)
+    broken = torch.cat([calm.broken, broken])
+    return Trace(name, amax, kind, counts, calm.lo - down, zeros, broken, bad)
 
 # %% ../nbs/14_simulator.ipynb #8b28c837
 def overflow_burst(
@@ -203,7 +205,8 @@ def overflow_burst(
     if min(n, at, after) < 0:
         raise ValueError(f'{n} bad batches, {at} good ones before them, {after} after: none can be '
                          'negative.')
-    return burst_of([at <= i < at + n for i in range(at + n + after)], f'{n} hard batches at {at}', like, factor)
+    bad = [at <= i < at + n for i in range(at + n + after)]
+    return burst_of(bad, f'{n} hard batches at {at}', like, factor)
 
 def random_burst(
     rate:float=.01, # probability of a bad batch
@@ -251,8 +254,10 @@ def load_trace(
         doc = json.loads(Path(path).read_text(encoding='utf-8'))
         if doc['trace'] != 1: raise ValueError
         numbers = ('amax', 'counts', 'zeros', 'broken')
-        t = {n: torch.tensor([float(v) for v in doc[n]], dtype=torch.float64) for n in numbers}
-        kind, bad = torch.tensor(doc['kind'], dtype=torch.int64), torch.tensor(doc['bad'], dtype=torch.bool)
+        t = {}
+        for n in numbers: t[n] = torch.tensor([float(v) for v in doc[n]], dtype=torch.float64)
+        kind = torch.tensor(doc['kind'], dtype=torch.int64)
+        bad = torch.tensor(doc['bad'], dtype=torch.bool)
         kinds = len(t['zeros'])
         t['counts'] = t['counts'].view(kinds, -1)
         if not len(kind) == len(bad) == len(t['amax']) > 0: raise ValueError
@@ -300,14 +305,14 @@ def observe(
 class Result:
     "What several policies did on one trace"
     names:tuple # of the policies
-    scales:Tensor # (policies, steps + 1) float64: before each step, and after the last; NaN once a policy gave up
+    scales:Tensor # (policies, steps + 1) float64, before each step; NaN once a policy gave up
     skipped:Tensor # (policies, steps) bool
     bad:Tensor # (steps,) bool: the bad steps
     stopped:dict # policy -> why it gave up
     flushed:Tensor # (policies, steps) float64: share of the non-zero gradients that become zero
 
     def table(self): # a pandas DataFrame
-        "One row for each policy: scales as powers of two, steps skipped, and the flushed share of the last 20 steps"
+        "A row for each policy: scales as powers of two, skipped steps, flushed share of the last 20"
         import pandas as pd
         log = self.scales.log2()
         # the last scale of each row that is not NaN: an infinite one counts
@@ -316,14 +321,15 @@ class Result:
         lowest = log.where(log.isfinite() | (log == -math.inf), math.inf).amin(1)
         cols = {'start': log[:, 0], 'lowest': lowest, 'end': end, 'skipped': self.skipped.sum(1)}
         cols['flushed'] = self.flushed[:, -20:].nanmean(1)
-        return pd.DataFrame({k: v.tolist() for k, v in cols.items()}, pd.Index(self.names, name='policy'))
+        rows = {k: v.tolist() for k, v in cols.items()}
+        return pd.DataFrame(rows, pd.Index(self.names, name='policy'))
 
     def __getitem__(self, name): # scales
         return self.scales[self.names.index(name)]
 
 # %% ../nbs/14_simulator.ipynb #f4f785a7
 def named_policies(
-    policies=None, # a policy or several, by name or as scalers; a dict has names of your own; None: all published
+    policies=None, # names or scalers, one or several, or {name: scaler}; None: all published
 )->dict: # name -> what was given
     "Policies by name; two of a kind get different names"
     if policies is None: policies = list(RULES)
@@ -379,7 +385,7 @@ def _by_scaler(scaler, trace, fmt):
     return scales, lost, None
 
 def replay(
-    policies, # as for `named_policies`; a name is the published rule, its mistakes and missing floors included
+    policies, # as for `named_policies`; a name is the published rule, with its mistakes
     trace:Trace, # recorded or made
     start:float=None, # the same first scale for all; None: each its own
     fmt='fp16', # of the backward pass
@@ -401,16 +407,18 @@ def replay(
         scales[i, :len(used)] = torch.tensor(used, dtype=torch.float64)
         skipped[i, :len(lost)] = torch.tensor(lost)
         if why: stopped[name] = why
-    return Result(tuple(named), scales, skipped, trace.bad, stopped, flush_share(trace, scales[:, :-1], fmt))
+    lost = flush_share(trace, scales[:, :-1], fmt)
+    return Result(tuple(named), scales, skipped, trace.bad, stopped, lost)
 
 # %% ../nbs/14_simulator.ipynb #6b8035d0
 _LINE_LOOKS = [dict(color=c, ls=ls) for ls in ('-', '--') for c in CYCLE]
 _LABELS = dict(scales='loss scale', flushed='share flushed to zero')
 
 def _name_lines(ax, ends, gap=.07):
-    "Write (name, last value, colour) of each line to the right of it, pushed apart where lines end close together"
+    "Write the name of each line, given as (name, last value, colour), beside its end"
     ax.get_ylim()  # settles the limits, so that heights are known
-    def height(end): return ax.transAxes.inverted().transform(ax.transData.transform((0, end[1])))[1]
+    def height(end):
+        return ax.transAxes.inverted().transform(ax.transData.transform((0, end[1])))[1]
     ends = sorted(ends, key=height)
     heights = [height(end) for end in ends]
     for i in range(1, len(ends)): heights[i] = max(heights[i], heights[i - 1] + gap)
@@ -434,7 +442,7 @@ def plot_result(
     ax=None, # a matplotlib Axes; a new one if None
     names=None, # of the policies to draw; all if None
 ):  # the Axes; set its limits before, since the names stand where the lines end
-    "A line for each policy, or for several that did the same, named at its end; a tick at the foot for each bad step"
+    "A line for each policy, or for several that did the same; a tick at the foot is a bad step"
     import matplotlib.pyplot as plt
     if what not in _LABELS:
         raise ValueError(f'There is no {what!r} to plot: take {" or ".join(_LABELS)}.')
@@ -448,7 +456,8 @@ def plot_result(
         seen = row[row.isfinite()]
         if len(seen): ends.append((name, seen[-1].item(), look['color']))
     bad = result.bad.nonzero().flatten()
-    ax.plot(bad, [.015]*len(bad), '|', color='#b00020', ms=7, alpha=.6, transform=ax.get_xaxis_transform())
+    feet = dict(color='#b00020', ms=7, alpha=.6, transform=ax.get_xaxis_transform())
+    ax.plot(bad, [.015]*len(bad), '|', **feet)
     ax.set(xlabel='step', ylabel=_LABELS[what])
     if what == 'scales':
         low, high = log2_axis(ax, 'y').get_ylim()

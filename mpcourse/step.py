@@ -194,7 +194,7 @@ class StepOutcome:
                 f'was not finite; the next scale is {self.next_scale.item():g}.')
 
     def warn(self):
-        "Warn of fifty non-finite losses in a row, or of the lowest scale, at skipped and 50th steps"
+        "Warn of fifty non-finite losses in a row, or of the lowest scale"
         if self._stepped is not False and self.number % 50 != 49: return
         held = int(self.held.item())
         if held >= 50:
@@ -494,28 +494,28 @@ class MixedStep:
             raise ValueError(f'clip={clip} cannot work: it is a norm, so give a number above 0, or '
                              'None.')
         self.compute, self.clip, self.group = compute, clip, group
-        self.stats = self.outcome = None
+        self.controller = self.outcome = None
 
     def begin(self,
         model:nn.Module, # in FP32
     ):
         "Check a new model, and let the policy watch it; ValueError if it cannot be trained"
         validate_trainable(model)
-        if self.stats and self.stats.watched: self.stats.watched.remove()
-        self.stats = StepController(self.scaler, model, self.group)
+        if self.controller and self.controller.watched: self.controller.watched.remove()
+        self.controller = StepController(self.scaler, model, self.group)
 
     def backward(self, model, xb, yb, loss_func):
         "Loss and scaled gradients of a batch; the loss comes back unscaled, in FP32"
-        first = self.stats.number < 0
+        first = self.controller.number < 0
         hooked = hooked_weights(model) if first else []
-        self.stats.buffers.save()
+        self.controller.buffers.save()
         kind = next(model.parameters()).device.type
         with half_compute(kind, self.compute):
             with torch.autocast(kind, self.dtype): pred = predict(model, xb)
             loss = loss_func(cast_floats(pred, torch.float32), yb)
             if first: validate_log_of_half(loss)
             scaled = self.scaler.scale_loss(loss)
-            self.stats.see_loss(loss)
+            self.controller.see_loss(loss)
             sum(tree_leaves(scaled)).backward()
         validate_unmoved(hooked)
         return sum(tree_leaves(loss)).detach()
@@ -528,18 +528,18 @@ class MixedStep:
         loss_func, # (FP32 predictions, targets) -> 0-dim loss, or a nest of losses, which are added
     )->dict: # 'loss' without the scale, 'scale' of this step, 'skipped': 0-dim tensors
         "A whole step: empty the gradients, forward, backward, unscale, decide, clip, step or skip"
-        if self.stats is None or self.stats.model is not model:
+        if self.controller is None or self.controller.model is not model:
             validate_optimizer(opt, model)
             self.begin(model)
-        self.stats.reset()
-        self.stats.buffers.clear()
+        self.controller.reset()
+        self.controller.buffers.clear()
         opt.zero_grad()
         return self.update(model, opt, self.backward(model, xb, yb, loss_func))
 
     def update(self, model, opt, loss):
         "After the backward pass: unscale, decide, clip, step or skip"
-        self.stats.unscale_(self.stats.gradients(opt))
-        self.outcome = self.stats.decide()
+        self.controller.unscale_(self.controller.gradients(opt))
+        self.outcome = self.controller.decide()
         with guarded_step(opt, self.outcome) as go:
             if go and self.clip: nn.utils.clip_grad_norm_(sum(group_params(opt), []), self.clip)
             if go: opt.step()

@@ -30,14 +30,17 @@ class Data:
     note: str = ''  # a sentence when the data are not quite those that the course was written with
 
     def __repr__(self):
-        sizes = f'{len(self.train[1]):,} to train, {len(self.valid[1]):,} to judge, {self.n_out} classes'
+        sizes = f'{len(self.train[1]):,} to train, {len(self.valid[1]):,} to judge'
+        sizes += f', {self.n_out} classes'
         return f'{self.name}: {sizes}' + (f' ({self.note})' if self.note else '')
 
 def _sklearn_digits():
     "scikit-learn's digits as two arrays; ImportError that says how to get them"
     try: from sklearn.datasets import load_digits
     except ImportError as e:
-        raise ImportError("The digits come with scikit-learn, which is missing: pip install 'mpcourse[course]'") from e
+        raise ImportError(
+            "The digits come with scikit-learn, which is missing: pip install 'mpcourse[course]'"
+        ) from e
     return load_digits(return_X_y=True)
 
 def digits(
@@ -123,14 +126,14 @@ def deep_sigmoid(
     width: int = 64,  # features of a hidden layer
     depth: int = 8,   # linear layers
 ) -> nn.Sequential: # images (N, 1, 8, 8) to logits (N, 10)
-    "The net that fails on demand: each sigmoid layer shrinks the gradient four- to eightfold (chapter 04)"
+    "The net that fails on demand: each sigmoid layer makes the gradient four to eight times smaller"
     return mlp([64] + [width]*(depth-1) + [10], nn.Sigmoid, seed, device)
 
 # %% ../nbs/03_toys.ipynb #5d3a4566
 def call_args(
     xb, # a batch's inputs, as a DataLoader gives them
 ) -> tuple: # (args, kwargs) for the model
-    "A list or tuple is taken apart, a mapping gives keywords; a tensor, a named tuple or a PackedSequence stays whole"
+    "Call a model: a list or tuple gives its arguments, a mapping its keywords, all else is one"
     if isinstance(xb, Mapping): return (), dict(xb)
     if isinstance(xb, (list, tuple)) and not hasattr(xb, '_fields'): return tuple(xb), {}
     return (xb,), {}
@@ -230,10 +233,12 @@ def half_pass(
     dtype=torch.float16, # of weights, activations and gradients during the pass
     scale: float = 1.,   # factor on the loss, taken out of the gradients again in FP32
 ) -> Callable: # a step for `fit`
-    "Forward and backward in `dtype`; weights, BatchNorm, loss and optimizer in FP32. For models and data in FP32"
+    "Forward and backward in `dtype`; weights, BatchNorm, loss and optimizer in FP32"
     def step(model, xb, yb, opt, loss_func):
         keep = {n for n, m in model.named_modules() if _has_float_buffers(m)}
-        low = {n: p if n.rpartition('.')[0] in keep else p.to(dtype) for n, p in model.named_parameters()}
+        low = {
+            n: p if n.rpartition('.')[0] in keep else p.to(dtype)
+            for n, p in model.named_parameters()}
         xb = tuple(_cast(x, dtype) for x in (xb if isinstance(xb, tuple) else (xb,)))
         loss = loss_func(functional_call(model, low, xb).float(), yb)
         opt.zero_grad()
@@ -250,7 +255,7 @@ SIDE = 64 # pixels of a drawing's side
 
 def drawings(
     device='cpu', # where the tensors live
-) -> Data: # images (N, 1, 8, 8); targets (N, 1 + SIDE²), float32: the class, then the same image, enlarged
+) -> Data: # images (N, 1, 8, 8); targets (N, 1 + SIDE²): the class, then the image, enlarged
     "The digits, to be recognised and to be drawn"
     d = digits(device)
     def target(x, y):
@@ -259,7 +264,7 @@ def drawings(
     return Data('drawings', (d.train[0], target(*d.train)), (d.valid[0], target(*d.valid)), 10)
 
 class TwoHeads(nn.Module):
-    "Says which digit it sees and draws it: images (N, 1, 8, 8) to ten logits and SIDE² pixels (N, 10 + SIDE²)"
+    "Says which digit it sees, and draws it: images (N, 1, 8, 8) to (N, 10 + SIDE²)"
     def __init__(self):
         super().__init__()
         def hidden(): return [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()]
@@ -295,7 +300,8 @@ def heads_score(
     "How well the model reads, and how well it draws"
     x, y = data.valid
     pred = model(x)
-    return (pred[:, :10].argmax(1) == y[:, 0]).float().mean().item(), F.mse_loss(pred[:, 10:], y[:, 1:]).item()
+    right = pred[:, :10].argmax(1) == y[:, 0]
+    return right.float().mean().item(), F.mse_loss(pred[:, 10:], y[:, 1:]).item()
 
 # %% ../nbs/03_toys.ipynb #2587ebc6
 # 96 symbols; what is not among them is dropped
@@ -306,8 +312,9 @@ def _topics():
     "Python's own help topics as one string: sorted, joined, kept to the alphabet"
     try: from pydoc_data.topics import topics
     except ImportError as e:
-        raise ImportError("The text comes with Python's own documentation (pydoc_data), which this Python lacks: "
-                          'use a Python with its full standard library.') from e
+        raise ImportError(
+            "The text comes with Python's own documentation (pydoc_data), which this Python lacks: "
+            'use a Python with its full standard library.') from e
     known = set(ALPHABET)
     return ''.join(c for c in '\n'.join(topics[k] for k in sorted(topics)) if c in known)
 
@@ -325,7 +332,7 @@ def windows(
     ids: torch.Tensor, # (n,), a text as numbers
     context: int,      # symbols that the model sees at once
     stride: int,       # symbols from one window to the next
-) -> tuple: # inputs and targets, both (number of windows, context): the target is the symbol that comes next
+) -> tuple: # inputs and targets, both (windows, context): the target is the next symbol
     "All windows of a text, as views: overlapping windows cost no memory"
     w = ids.unfold(0, context + 1, stride)
     return w[:, :-1], w[:, 1:]
@@ -337,8 +344,10 @@ def char_text(
     "400,000 characters of English, 360,000 to train on and 40,000 to judge on"
     text = _topics()[:400_000]
     sha = hashlib.sha256(text.encode()).hexdigest()[:16]
-    note = '' if sha == _TEXT_SHA else (f'the help texts of Python {platform.python_version()} differ from those of '
-                                       'Python 3.11, so losses differ a little from the printed ones')
+    note = ''
+    if sha != _TEXT_SHA:
+        note = (f'the help texts of Python {platform.python_version()} differ from those of '
+                'Python 3.11, so losses differ a little from the printed ones')
     ids = encode_text(text).to(device)
     parts = windows(ids[:360_000], context, 1), windows(ids[360_000:], context, context)
     return Data('char_text', *parts, len(ALPHABET), note=note)
@@ -369,7 +378,8 @@ class Block(nn.Module):
     ):
         super().__init__()
         self.ln1, self.attn = nn.LayerNorm(d), Attention(d, heads)
-        self.ln2, self.ffn = nn.LayerNorm(d), nn.Sequential(nn.Linear(d, 4*d), nn.GELU(), nn.Linear(4*d, d))
+        self.ln2 = nn.LayerNorm(d)
+        self.ffn = nn.Sequential(nn.Linear(d, 4*d), nn.GELU(), nn.Linear(4*d, d))
 
     def forward(self, x):
         x = x + self.attn(self.ln1(x))
@@ -432,7 +442,7 @@ class Toy:
     warmup: int | None = None  # steps of warm-up before a cosine; None: a constant learning rate
 
     def schedule(self, steps):
-        "The factor of the learning rate, for a training of so many steps; None where it is constant"
+        "The factor of the learning rate at each step; None where it is constant"
         return None if self.warmup is None else warmup_cosine(steps, min(self.warmup, steps - 1))
 
     def reached(self, run):
@@ -493,7 +503,9 @@ class Run:
     acc: float        # accuracy on the validation part
     seconds: float    # of the loop
 
-    def __repr__(self): return f'{self.toy.name}: loss {self.loss:.3f}, accuracy {self.acc:.1%} ({self.seconds:.1f} s)'
+    def __repr__(self):
+        about = f'loss {self.loss:.3f}, accuracy {self.acc:.1%} ({self.seconds:.1f} s)'
+        return f'{self.toy.name}: {about}'
 
 def train_toy(
     name: str | Toy,         # which one
@@ -506,8 +518,12 @@ def train_toy(
 ) -> Run: # the trained model and its history
     "Train a toy"
     toy, start = get_toy(name), time.perf_counter()
-    data, model, steps = toy.data(device=device), toy.model(seed=seed, device=device).to(dtype), steps or toy.steps
+    data = toy.data(device=device)
+    model = toy.model(seed=seed, device=device).to(dtype)
+    steps = steps or toy.steps
     bat = batches(data, toy.bs, steps, seed, dtype)
-    hist = fit(model, bat, toy.opt(model.parameters()), toy.loss_func, step, toy.schedule(steps), on_step)
+    hist = fit(
+        model, bat, toy.opt(model.parameters()), toy.loss_func, step, toy.schedule(steps), on_step)
     last, seconds = hist['loss'][-20:], time.perf_counter() - start
-    return Run(toy, model, hist, sum(last)/len(last), evaluate(model, data, toy.loss_func)['acc'], seconds)
+    acc = evaluate(model, data, toy.loss_func)['acc']
+    return Run(toy, model, hist, sum(last)/len(last), acc, seconds)

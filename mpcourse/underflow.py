@@ -37,7 +37,10 @@ class ZeroCount:
         return self.flushed/(self.total - self.structural).clamp(min=1)
 
     def __add__(self, other):
-        return ZeroCount(self.flushed + other.flushed, self.structural + other.structural, self.total + other.total)
+        return ZeroCount(
+            self.flushed + other.flushed,
+            self.structural + other.structural,
+            self.total + other.total)
 
 # %% ../nbs/16_underflow.ipynb #19u00021
 def count_zeros(
@@ -59,7 +62,7 @@ def replay_batch(
     compute=nullcontext, # makes a context for forward and backward
     keep=Tensor.detach, # what to keep of each tensor
 )->dict: # (name, kind) -> what was kept; of a layer that is called twice, of its last call
-    "Run a micro-batch forward and backward on a copy of the model, with the random numbers that will be drawn"
+    "Run a micro-batch forward and backward on a copy of the model, with the same random numbers"
     if isinstance(scale, LossScaler): scale = scale.scale
     twin, found = model_to_float(copy.deepcopy(model)), {}
     def see(name, kind, t): found[name, kind] = keep(t)
@@ -67,7 +70,8 @@ def replay_batch(
     kind, xb = next(twin.parameters()).device.type, cast(batch[0], torch.float32)
     half = torch.autocast(kind, half_dtype(dtype or 'fp16'), enabled=dtype is not None)
     outside = torch.autocast(kind, enabled=False)            # of a step that may be running
-    with outside, torch.random.fork_rng(devices), torch.enable_grad(), compute(), TensorHooks(twin, see, root=True):
+    hooks = TensorHooks(twin, see, root=True)
+    with outside, torch.random.fork_rng(devices), torch.enable_grad(), compute(), hooks:
         with half: pred = predict(twin, xb)
         loss = sum(tree_leaves(loss_func(cast(pred, torch.float32), batch[1])))
         (loss*scale).backward()
@@ -87,7 +91,7 @@ def probe_flushed(
     kinds=('weight_grad', 'activation_grad'), # of what; also 'activation'
     names=None, # of modules and parameters, as for `match_names`
 )->dict: # (name, kind) -> ZeroCount
-    "Replay a micro-batch in FP32 and as it will be trained, to see which zeros are due to the format"
+    "Run a micro-batch in FP32 and as it will be trained: which zeros are due to the format?"
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     with _disable_current_modes():
         high = replay_batch(model, batch, loss_func, None, scale, keep=lambda t: t != 0)
@@ -164,9 +168,11 @@ def plot_ridges(
         if len(h.counts):
             edges = 2.**torch.cat([h.exponents, h.exponents[-1:] + 1]).double()
             heights = base + .9*h.counts/h.counts.max()
-            ax.stairs(heights.tolist(), edges.tolist(), baseline=base, fill=True, color=CYCLE[0], alpha=.6)
+            filled = dict(baseline=base, fill=True, color=CYCLE[0], alpha=.6)
+            ax.stairs(heights.tolist(), edges.tolist(), **filled)
         zero = f'{h.n_zero/max(h.total, 1):.0%} zero'
-        ax.annotate(zero, (1, base), (4, 1), ('axes fraction', 'data'), 'offset points', va='bottom', fontsize=7)
+        beside = dict(xycoords=('axes fraction', 'data'), textcoords='offset points')
+        ax.annotate(zero, (1, base), (4, 1), va='bottom', fontsize=7, **beside)
     format_band(ax, get_format(fmt), scale=scale)
     ax.set_yticks(range(len(hists))[::-1], [*hists], fontsize=8)
     log2_axis(ax)

@@ -337,7 +337,7 @@ def unit_dropout(
 
 # %% ../nbs/25_unit.ipynb #5026a9e7
 #| code-fold: true
-class unscaled_gradients(TorchFunctionMode):
+class exact_gradients(TorchFunctionMode):
     "Inside, `scaled` has its forward factor on the way back, too: autograd's gradients"
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is scaled: return scaled(args[0], args[1], args[1])
@@ -374,7 +374,7 @@ def gradient_cosines(
     That is the same function with autograd's gradients. Where ours and the true gradient are
     1e-10 of the largest or less, both are zero up to rounding and count as 1."""
     ours = _gradients(model, inputs, loss_func)
-    with unscaled_gradients(): true = _gradients(model, inputs, loss_func)
+    with exact_gradients(): true = _gradients(model, inputs, loss_func)
     tiny_ours = 1e-10*max(map(torch.norm, ours.values()), default=0.)
     tiny_true = 1e-10*max(map(torch.norm, true.values()), default=0.)
     cosines = {}

@@ -24,7 +24,8 @@ def cnn(
     def block(i, o, stride):
         return [nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
     with seeded(seed):
-        net = nn.Sequential(*block(1, width, 1), *block(width, 2*width, 2), nn.Flatten(), nn.Linear(2*width*16, 10))
+        layers = [*block(1, width, 1), *block(width, 2*width, 2)]
+        net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(2*width*16, 10))
     return net.to(device)
 
 # %% ../nbs/88_zoo.ipynb #51f046a3
@@ -40,7 +41,7 @@ def captions(
 
 # %% ../nbs/88_zoo.ipynb #118bd7c6
 class TwoTowers(nn.Module):
-    "A picture tower and a word tower: logits (N, 10) are scaled cosines between pictures and captions"
+    "A picture tower and a word tower: logits (N, 10) are scaled cosines of pictures and captions"
     def __init__(self,
         width: int = 64,  # features of a hidden layer
         depth: int = 7,   # linear layers of the picture tower
@@ -51,7 +52,8 @@ class TwoTowers(nn.Module):
         # `seeded` has set this initial seed
         self.image = mlp([64] + [width]*(depth-1) + [d], act, seed=torch.initial_seed())
         self.chars = nn.Embedding(len(ALPHABET), 16)
-        self.words = nn.Sequential(nn.Flatten(), nn.Linear(5*16, width), nn.ReLU(), nn.Linear(width, d))
+        layers = nn.Linear(5*16, width), nn.ReLU(), nn.Linear(width, d)
+        self.words = nn.Sequential(nn.Flatten(), *layers)
         self.log_scale = nn.Parameter(torch.tensor(math.log(1/0.07)))  # CLIP's temperature, learned
 
     def forward(self, images, names):
@@ -130,14 +132,16 @@ class Study:
         return spreads
 
     def misses(self, row, found) -> dict:
-        "Numbers of a new run outside the stored spread, widened by itself (or a tenth) on each side"
+        "Numbers of a new run that lie outside the stored spread, widened by itself on each side"
         out = {}
         for name, number in found.items():
-            stored = np.nan_to_num(self.values(row, name), nan=math.inf, posinf=math.inf, neginf=-math.inf)
+            stored = np.nan_to_num(
+                self.values(row, name), nan=math.inf, posinf=math.inf, neginf=-math.inf)
             new = math.inf if math.isnan(number) else number
             low, high = float(stored.min()), float(stored.max())
             wide = high - low or abs(low)/10
-            if new not in stored and not low - wide <= new <= high + wide: out[name] = number, low, high
+            if new not in stored and not low - wide <= new <= high + wide:
+                out[name] = number, low, high
         return out
 
     @property

@@ -44,7 +44,7 @@ def unchecked(k):
     "A step at scale 2^k that takes whatever comes"
     mixed = MixedStep(StaticScaler(2.**k))
     def go(model, xb, yb, opt, loss_func):
-        if mixed.stats is None: mixed.begin(model)
+        if mixed.controller is None: mixed.begin(model)
         opt.zero_grad()
         loss = mixed.backward(model, xb, yb, loss_func)
         torch._foreach_mul_([p.grad for p in model.parameters()], 2.**-k)

@@ -155,7 +155,7 @@ class OldStep(MixedStep):
     "A skipped step leaves its traces in the buffers"
     def begin(self, model):
         super().begin(model)
-        self.stats.buffers = BufferSnapshot()
+        self.controller.buffers = BufferSnapshot()
 
 
 def bright(seed, repaired):

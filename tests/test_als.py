@@ -290,9 +290,9 @@ def small_training(scaler, opt, micro=1, steps=8):
     o, step = opt(lin.parameters()), MixedStep(scaler)
     step.begin(lin)
     for _ in range(steps):
-        o.zero_grad(); step.stats.reset()
+        o.zero_grad(); step.controller.reset()
         for _ in range(micro): step.backward(lin, x, torch.full((8, 3), 2.), lambda p, y: F.mse_loss(p, y)/micro)
-        step.stats.unscale_(named_gradients(o, lin)); take_step(o, step.stats.decide())
+        step.controller.unscale_(named_gradients(o, lin)); take_step(o, step.controller.decide())
     return lin.weight.detach(), lin.bias.detach()
 
 
@@ -322,7 +322,7 @@ def test_counts_are_numpys(monkeypatch):
     xb, yb = next(batches(toy.data(), 64, 1)); opt.zero_grad()
     step.backward(net, xb, yb, toy.loss_func); spy.remove()
     weights = [p.grad.clone() for p in net.parameters()]
-    step.stats.unscale_(named_gradients(opt, net)); step.stats.decide()
+    step.controller.unscale_(named_gradients(opt, net)); step.controller.decide()
     halves = [s for s in seen if s.dtype == torch.float16]
     g = np.concatenate([t.float().abs().numpy().ravel() for t in (*halves, *weights)])
     low, mid, high = np.histogram(g, [0, EDGE/2, EDGE, np.inf])[0]

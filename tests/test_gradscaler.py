@@ -418,6 +418,7 @@ def test_torchs_state_is_loaded_and_ours_by_torch(started):
     (GradScaler, lambda d: d | dict(policy=StaticScaler().state_dict()), ValueError),
     (GradScaler, lambda d: {k: v for k, v in d.items() if k not in ('policy', 'growth_interval')}, ValueError),
     (GradScaler, lambda d: Torch('cpu', init_scale=.25).state_dict(), ValueError),
+    (GradScaler, lambda d: dict(policy=GradScaler(init_scale=4.).state_dict()['policy']), KeyError),
     (GradScaler, lambda d: {}, RuntimeError)])
 def test_a_foreign_state_is_refused_and_changes_nothing(make, change, error):
     s = make()

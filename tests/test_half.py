@@ -616,6 +616,9 @@ def test_bytes():
     lin = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Linear(16, 4))
     x = rand(100, 8)[:10]
     assert saved_bytes(lin, x) == 4*(10*8 + 10*16) and saved_bytes(lin.half(), x.half()) == 2*(10*8 + 10*16)
+    class Halves(nn.Module):
+        def forward(self, x): return x[:4]*x[4:8]
+    assert saved_bytes(Halves(), x.clone().requires_grad_()) == 4*8*8  # two slices of one storage
 
 
 # --- sentences ---

@@ -133,7 +133,7 @@ def test_gradients_of_the_toys_are_true(name):
         if factored: step.scaler.factors.copy_(2.**(torch.arange(len(step.scaler.layers)) % 4))
         step.begin(model)
         step.backward(model, xb, yb, toy.loss_func)
-        step.stats.unscale_(named_gradients(toy.opt(model.parameters()), model))
+        step.controller.unscale_(named_gradients(toy.opt(model.parameters()), model))
         grads[factored] = {n: p.grad for n, p in model.named_parameters()}
     for n, g in grads[False].items(): assert (g - grads[True][n]).norm() <= .02*g.norm(), n
 
@@ -192,7 +192,7 @@ def test_each_layer_keeps_the_promise_and_no_single_scale_does():
         step.begin(model)
         model.zero_grad()
         step.backward(model, *first_batch(), F.cross_entropy)
-        step.stats.unscale_(named_gradients(torch.optim.SGD(model.parameters()), model))
+        step.controller.unscale_(named_gradients(torch.optim.SGD(model.parameters()), model))
         return [flushed(exact[n], p.grad) if p.grad.isfinite().all() else 1. for n, p in model.named_parameters() if 'weight' in n]
     assert max(lost(scaler)) < 2e-3
     assert all(sum(s > .01 for s in lost(StaticScaler(2.**k))) >= 8 for k in range(0, 30, 5))
@@ -227,12 +227,12 @@ def test_between_two_choices_nothing_is_counted():
     step.begin(model)
     opt = torch.optim.SGD(model.parameters(), lr=.05)
     for x, y in batches(digits(), 64, 12):
-        step.stats.reset()
+        step.controller.reset()
         opt.zero_grad()
         step.backward(model, x, y, F.cross_entropy)
-        step.stats.unscale_(named_gradients(opt, model))
-        before, counted = scaler.factors.clone(), bool(step.stats.watched.read())
-        take_step(opt, step.stats.decide())
+        step.controller.unscale_(named_gradients(opt, model))
+        before, counted = scaler.factors.clone(), bool(step.controller.watched.read())
+        take_step(opt, step.controller.decide())
         seen.append(counted)
         assert counted or same_bits(before, scaler.factors)
     assert seen == [False, False, False, True]*3
@@ -330,7 +330,7 @@ def test_a_copy_in_the_middle_is_free(way):
     twin, net = way(scaler), way(model)
     assert twin.watched is None and same(buffers(twin), buffers(scaler)) and twin.config == scaler.config
     net(torch.randn(2, 64)).sum().backward()
-    assert step.stats.watched is scaler.watched and not scaler.watched.carried
+    assert step.controller.watched is scaler.watched and not scaler.watched.carried
     trained(net, twin, 2)
 
 
@@ -344,9 +344,9 @@ def test_micro_batches_of_one_step_carry_the_same_scales():
     step.begin(model)
     opt.zero_grad()
     for x, y in parts: step.backward(model, x, y, lambda p, t: F.cross_entropy(p, t)/4)
-    step.stats.unscale_(named_gradients(opt, model))
+    step.controller.unscale_(named_gradients(opt, model))
     got = {n: p.grad.clone() for n, p in model.named_parameters()}
-    assert step.stats.decide().stepped
+    assert step.controller.decide().stepped
     x, y = (torch.cat(t) for t in zip(*parts))
     model.zero_grad()
     F.cross_entropy(model(x), y).backward()

@@ -10,7 +10,7 @@ from mpcourse.emulate import emulate_format
 from mpcourse.tensorcore import PRODUCTS, fp32_accumulate
 from mpcourse.formats import same_bits
 from mpcourse.unit import (CONSTRAINTS, ELEMENTWISE, assert_true_directions, assert_unit_scaled, attention_factors, constrain, elementwise_factors,
-                           gradient_cosines, linear_factors, residual_add, residual_split, running_tau, scaled, softmax_factors, softmax_sums, unscaled_gradients,
+                           gradient_cosines, linear_factors, residual_add, residual_split, running_tau, scaled, softmax_factors, softmax_sums, exact_gradients,
                            unit_attention, unit_cross_entropy, unit_dropout, unit_elementwise, unit_embedding, unit_gelu, unit_layer_norm, unit_linear,
                            unit_matmul, unit_mse, unit_norm, unit_op, unit_readout, unit_relu, unit_sigmoid, unit_silu, unit_softmax, unit_stds, unit_tanh,
                            weighted_add)
@@ -218,7 +218,7 @@ def test_constrained_gradients_are_true_ones(case, constraint):
 @ALL
 def test_true_gradients_are_autograds(case):
     xs = [t.double().requires_grad_() for t in case.tensors.values()]
-    with unscaled_gradients(): y = case.op('none')(*xs)
+    with exact_gradients(): y = case.op('none')(*xs)
     up = torch.randn_like(y)
     ratio = ((case.plain(*xs)*y).sum()/case.plain(*xs).square().sum()).detach()
     for a, b in zip(torch.autograd.grad(y, xs, up), torch.autograd.grad(case.plain(*xs)*ratio, xs, up)):
@@ -672,8 +672,8 @@ def test_the_checker_takes_half_models_losses_integers_and_frozen_parameters():
 def test_true_gradients_ends_with_its_block_and_stays_in_its_thread():
     x = r(4).requires_grad_()
     def got(): return torch.autograd.grad(scaled(x, 3., 2.).sum(), x)[0].tolist()
-    with pytest.raises(KeyError), unscaled_gradients(): assert got() == [3.]*4; raise KeyError
-    with unscaled_gradients():
+    with pytest.raises(KeyError), exact_gradients(): assert got() == [3.]*4; raise KeyError
+    with exact_gradients():
         other = []
         t = threading.Thread(target=lambda: other.append(got())); t.start(); t.join()
     assert got() == [2.]*4 and other == [[2.]*4]
@@ -762,7 +762,7 @@ def test_another_path_without_the_constraint():
     b.load_state_dict(a.state_dict())
     data = [(r(32, 16).double(), r(32, 16).double()) for _ in range(3)]
     ours = train(a, torch.optim.Adam(a.parameters(), .01, eps=0), unit_mse, data)
-    with unscaled_gradients(): true = train(b, torch.optim.Adam(b.parameters(), .01, eps=0), unit_mse, data)
+    with exact_gradients(): true = train(b, torch.optim.Adam(b.parameters(), .01, eps=0), unit_mse, data)
     assert ours[0] == pytest.approx(true[0]) and abs(ours[-1]/true[-1] - 1) > 1e-6
 
 
@@ -1026,7 +1026,7 @@ def test_an_export_with_gradients_warns_once():
     said, program = export_warnings(model, x)
     assert len(said) == 1 and 'export under torch.no_grad(), for inference' in said[0]
     ours, theirs = [torch.autograd.grad(f(x).sum(), next(f.parameters()))[0] for f in (model, program)]
-    with unscaled_gradients(): true, = torch.autograd.grad(model(x).sum(), next(model.parameters()))
+    with exact_gradients(): true, = torch.autograd.grad(model(x).sum(), next(model.parameters()))
     torch.testing.assert_close(theirs, true)
     assert not torch.allclose(ours, theirs), 'what the warning says has ceased to be so'
     with torch.no_grad(): assert not export_warnings(model, x)[0]

@@ -306,7 +306,7 @@ def test_buffers_go_back_to_before_the_first_micro_batch(host):
     for pair in (parts[:2], parts[2:])*(host != 'callback'):
         opt.zero_grad()
         if host == 'step':
-            if step.stats is None: step.begin(model)
+            if step.controller is None: step.begin(model)
             for xb, yb in pair: step.backward(model, xb, yb, F.cross_entropy)
             step.update(model, opt, 0.)
         else:
