@@ -6,6 +6,7 @@
 __all__ = ['MEANS', 'STORAGE_ROUNDINGS', 'lerp_mean', 'running_mean', 'mean_backward', 'NoMasterWeights', 'NoMasterStep']
 
 # %% ../nbs/21_accumulate.ipynb #860d2d6d
+from collections.abc import Iterable
 from contextlib import contextmanager
 
 import torch
@@ -47,7 +48,7 @@ def lerp_mean(
 MEANS = dict(graphcore=graphcore_mean, welford=welford_mean, lerp=lerp_mean)
 
 def running_mean(
-    grads, # tensors of one shape and dtype, one after the other
+    grads:Iterable, # tensors of one shape and dtype, one after the other
     rule:str='lerp', # one of `MEANS`
 )->Tensor: # their mean, in their dtype
     "The mean of tensors, without their sum; ValueError for an unknown rule, or for no tensors"
@@ -118,7 +119,7 @@ STORAGE_ROUNDINGS = ('nearest', 'stochastic', 'kahan')
 class NoMasterWeights:
     "Weights stored in 16 bits without a master copy: FP32 inside `wide()`, and rounded at its end"
     def __init__(self,
-        params, # a model's parameters, of which those of 16 bits that are trained count
+        params:Iterable, # a model's parameters, of which those of 16 bits that are trained count
         rounding:str='stochastic', # one of `STORAGE_ROUNDINGS`; 'kahan' keeps what nearest cut off
         generator:torch.Generator|None=None, # for 'stochastic', on the device of the weights
     ):
@@ -131,7 +132,7 @@ class NoMasterWeights:
         self.compensation = []
         if rounding == 'kahan': self.compensation = [torch.zeros_like(p.data) for p in self.params]
 
-    def widen(self, i):
+    def widen(self, i:int):
         "Parameter i and its gradient in FP32"
         p = self.params[i]
         g = p.grad
@@ -142,7 +143,7 @@ class NoMasterWeights:
         if g is not None: p.grad = g.float()
 
     @torch.no_grad()
-    def store(self, i, half):
+    def store(self, i:int, half:Tensor):
         "Round parameter i, which is FP32 now, into its 16 bits"
         w = self.params[i].data
         rounding = 'stochastic' if self.rounding == 'stochastic' else 'nearest'

@@ -8,6 +8,7 @@ __all__ = ['PROBES', 'STEPS', 'STORED', 'weight_matrices', 'projection_ratio', '
 
 # %% ../nbs/34_advise.ipynb #eb62e07a
 import math
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from html import escape
@@ -309,12 +310,12 @@ class Advice:
 # %% ../nbs/34_advise.ipynb #6c8a116b
 def advise_schemes(
     model:nn.Module, # in FP32, where its training begins
-    opt, # torch optimizer of its parameters
-    loss_func, # (FP32 predictions, targets) -> 0-dim loss
-    batches, # iterable of (inputs, targets); inputs: a tensor, or a tuple of them
+    opt:torch.optim.Optimizer, # torch optimizer of its parameters
+    loss_func:Callable, # (FP32 predictions, targets) -> 0-dim loss
+    batches:Iterable, # iterable of (inputs, targets); inputs: a tensor, or a tuple of them
     steps:int=100, # to watch
-    schedule=None, # step number -> factor of the learning rate
-    schemes=STEPS + tuple(STORED), # names
+    schedule:Callable|None=None, # step number -> factor of the learning rate
+    schemes:tuple|list=STEPS + tuple(STORED), # names
 )->Advice: # model and optimizer are not changed
     "Watch copies train in FP32, and say which schemes will train like it"
     unknown = set(schemes) - {*STEPS, *STORED}

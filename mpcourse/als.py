@@ -45,8 +45,8 @@ class ALSScaler(LossScaler):
         deadband:bool=False, # do not double where the next decision would halve again
         weights:bool=True, # count gradients of weights
         activations:bool=True, # count gradients of activations
-        names=None, # modules whose outputs' gradients count, as for `match_names`; None: all
-        types=None, # classes of modules, such as nn.Linear; None: all
+        names:str|list|tuple|None=None, # modules whose outputs' gradients count; None: all
+        types:type|tuple|None=None, # classes of modules, such as nn.Linear; None: all
         saturate:bool=False, # infinite gradients become ±65504 as they appear
         **config, # as for LossScaler: skip_nonfinite_loss, min_scale, max_scale
     ):
@@ -59,19 +59,19 @@ class ALSScaler(LossScaler):
         self.register_buffer('step_in_period', torch.tensor(0))
 
     @property
-    def edges(self):
+    def edges(self)->list:
         "The edges for counting: `edge`, and with a deadband that from which a doubling reaches it"
         if self.deadband: return self.edge, self.edge/self.factor
         return (self.edge,)
 
     @property
-    def required_stats(self):
+    def required_stats(self)->tuple:
         "The statistics of weights' gradients; those that `watch` counts are added to them"
         always = 'found_inf', ('amax', 'loss')
         if not self.weights: return always
         return (*always, 'numel', *[('above', e) for e in self.edges])
 
-    def next_scale(self, stats):
+    def next_scale(self, stats:dict)->torch.Tensor:
         """Halve or double; at a loss of zero nothing doubles
 
         A non-finite gradient halves at once, whatever the period."""
@@ -136,7 +136,7 @@ class ALSWatch:
 @patch
 def watch(self:ALSScaler,
     model:nn.Module, # in training
-): # ALSWatch, or None where only weights count
+)->ALSWatch|None: # ALSWatch, or None where only weights count
     "Hook into the outputs of modules; ValueError if no module has the names or types"
     if not (self.activations or self.saturate): return
     if model is None:

@@ -6,6 +6,7 @@
 __all__ = ['TensorPairs', 'tensor_dls', 'quiet_fit', 'is_training', 'HalfPrecisionCB', 'MixedPrecisionCB']
 
 # %% ../nbs/12_callback.ipynb #288eccae
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -143,14 +144,14 @@ class HalfPrecisionCB(ContextCB):
     order = 10 # after GradientAccumulation, before GradientClip
     def __init__(self,
         dtype:str|torch.dtype, # of the forward and the backward pass: 'fp16' or 'bf16'
-        compute=None, # context of both passes; None: `fp32_accumulate` on a CPU only
+        compute:Callable|None=None, # context of both passes; None: `fp32_accumulate` on a CPU only
     ):
         if not (compute is None or callable(compute)): raise ValueError(
             f'compute={compute!r} cannot make a context: '
             'take fp32_accumulate, nullcontext or None.')
         self.dtype, self.compute = half_dtype(dtype), compute
 
-    def contexts(self):
+    def contexts(self)->list:
         "Around a fit, and around each batch of training or validation"
         return dict(_do_fit=self.one_fit, _do_one_batch=self.one_batch)
 
@@ -209,8 +210,8 @@ class MixedPrecisionCB(HalfPrecisionCB):
     def __init__(self,
         scaler:LossScaler|None=None, # the policy; FP16 needs one, BF16 none
         dtype:str|torch.dtype='fp16', # 'fp16' or 'bf16'
-        compute=None, # context of both passes; None: `fp32_accumulate` on a CPU only
-        group=None, # process group that decides together; None: all ranks, if there are any
+        compute:Callable|None=None, # context of both passes; None: `fp32_accumulate` on a CPU only
+        group:object=None, # process group that decides together; None: all ranks, if there are any
     ):
         super().__init__(validate_scheme(dtype, scaler), compute)
         if scaler is None: scaler = StaticScaler(1.)

@@ -199,10 +199,10 @@ def _bare(model):
 FORMAT = 'mpcourse training state 4'
 
 def save_training_state(
-    path, # of the file, in a folder that exists; of a link, the file that it leads to is written
+    path:str|Path, # of the file, in a folder that exists; a link is followed
     model:nn.Module, # also inside DistributedDataParallel or torch.compile
-    opt, # torch's or fastai's, on the model's parameters or on masters
-    scaler=None, # a loss scaler, or anything else with state_dict and load_state_dict
+    opt:object, # torch's or fastai's, on the model's parameters or on masters
+    scaler:object=None, # a loss scaler, or anything else with state_dict and load_state_dict
     **extra, # what only the loop knows: epoch, batch, order of the samples, a schedule's state …
 )->Path: # the file
     "Write all that a training needs to continue bit for bit; call it between two steps"
@@ -251,10 +251,10 @@ def _load_all(doc, model, opt, scaler):
         raise
 
 def load_training_state(
-    path, # of a file that `save_training_state` wrote
+    path:str|Path, # of a file that `save_training_state` wrote
     model:nn.Module, # built as it was then
-    opt, # likewise; on masters if it was on masters
-    scaler=None, # likewise
+    opt:object, # likewise; on masters if it was on masters
+    scaler:object=None, # likewise
 )->dict: # the **extra of the call that saved it
     "Restore model, optimizer, scaler and random numbers from a file; an error changes nothing"
     path, model, opt = Path(path), _bare(model), inner_optimizer(opt)

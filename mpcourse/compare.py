@@ -267,9 +267,9 @@ def _stored_results(file):
 
 def compare_schemes(
     make:Callable, # seed -> Training
-    schemes=None, # names of `SCHEMES`; None: all. FP32 is always among them
+    schemes:list|tuple|None=None, # names of `SCHEMES`; None: all. FP32 is always among them
     seeds:int=6, # of each
-    store=None, # a file for this net, a line of JSON a training; what it has is not repeated
+    store:str|Path|None=None, # a file for this net: a training that it holds is not repeated
 )->list: # of dicts: scheme, seed, before, score, skipped, refused
     "Train a net under several schemes, each with the same seeds"
     if schemes is None: schemes = SCHEMES

@@ -63,7 +63,7 @@ class DynamicScaler(LossScaler):
         if self.patient:
             self.register_buffer('hysteresis_tracker', torch.tensor(hysteresis, dtype=torch.int32))
 
-    def next_scale(self, stats):
+    def next_scale(self, stats:dict)->torch.Tensor:
         if not self.patient: return self.torchs_rule(stats)
         bad = stats['found_inf'] != 0                        # NaN, too
         left = self.hysteresis_tracker - bad.int()
@@ -78,7 +78,7 @@ class DynamicScaler(LossScaler):
         grown = torch.where(grow, scale*self.growth_factor, scale)
         return torch.where(back, scale*self.backoff_factor, grown)
 
-    def torchs_rule(self, stats):
+    def torchs_rule(self, stats:dict)->torch.Tensor:
         "The rule without hysteresis, as one kernel of torch's"
         torch._amp_update_scale_(self.scale, self.growth_tracker, stats['found_inf'].float(),
                                  self.growth_factor, self.backoff_factor, self.growth_interval)

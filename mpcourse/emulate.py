@@ -8,13 +8,14 @@ __all__ = ['RARE_PRODUCTS', 'chunked_matmul', 'exact_loss', 'written_args', 'cha
 
 # %% ../nbs/24_emulate.ipynb #8fa05478
 import threading
+from collections.abc import Callable
 from functools import lru_cache, partial
 from math import prod
 
 import torch
 from torch import Tensor
 
-from .formats import get_format
+from .formats import FloatFormat, get_format
 from .rounding import quantize
 from .tensorcore import ATTENTION, PRODUCTS, RECURRENT, OpMode, is_composite, decompose
 
@@ -53,7 +54,7 @@ class _Boundary(torch.autograd.Function):
         return None, None, *grads
 
 def exact_loss(
-    f, # a loss function: (model's output, target, …) -> tensor
+    f:Callable, # a loss function: (model's output, target, …) -> tensor
     *args, # its arguments; gradients reach those that want them
     **kwargs, # handed to f as they are
 )->Tensor: # what f returned
@@ -267,15 +268,15 @@ class emulate_format(no_emulation):
 
     Numbers are stored as float32, and every result is rounded to the format."""
     def __init__(self,
-        fmt, # a format or its name
+        fmt:str|FloatFormat, # a format or its name
         rounding:str='nearest', # as in `quantize`: 'nearest', 'stochastic' or 'toward_zero'
         overflow:str='saturate', # as in `quantize`: 'saturate', 'inf' or 'nan'
         subnormals:bool=True, # False: they become zero
-        accumulate=None, # format of the running sum in matrix products and convolutions; None: FP32
+        accumulate:str|FloatFormat|None=None, # of the running sum in products; None: FP32
         chunk:int=16, # products summed in FP32 before they enter the running sum
         inputs:bool=True, # round what goes into a product: FP32 weights are cast at use
         inplace:bool=False, # round what in-place ops write; keep the optimizer outside then
-        generator=None, # torch.Generator of stochastic rounding
+        generator:torch.Generator|None=None, # torch.Generator of stochastic rounding
     ):
         if not (isinstance(chunk, int) and chunk > 0):
             raise ValueError(f'chunk={chunk!r} is not a number of products: take 1, 2, 3 …')
@@ -291,8 +292,8 @@ class emulate_format(no_emulation):
 
     @torch.no_grad()
     def round(self,
-        x, # a float32 tensor is rounded; anything else comes back as it is
-    ):  # x, on the format's grid
+        x:object, # a float32 tensor is rounded; anything else comes back as it is
+    )->object:  # x, on the format's grid
         "Round as this machine does"
         with no_emulation(): return self._grid(x)
 

@@ -474,8 +474,8 @@ def _get_recipe(recipe):
 # %% ../nbs/27_fp8.ipynb #58d10bfe
 def simulate_fp8(
     model:nn.Module, # any; it is not changed
-    recipe=Recipe(), # a Recipe, or a name in `RECIPES`
-    keep=(), # patterns of names: these modules and their parts stay, say 'head' or 'blocks.0.*'
+    recipe:Recipe|str=Recipe(), # a Recipe, or a name in `RECIPES`
+    keep:str|list|tuple=(), # patterns of modules that stay, say 'head' or 'blocks.0.*'
     filter:Callable|None=None, # (module, name) -> bool: convert what it computes? None: all do
     attention:bool=True, # False: attention's two products, and others without a weight, stay
 )->nn.Module: # a copy with the same parameters; `.not_converted` names modules that stay in FP32

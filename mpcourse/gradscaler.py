@@ -86,8 +86,8 @@ class GradScaler(_PolicyNumbers, torch.amp.GradScaler):
         *,
         policy:LossScaler|None=None, # None: torch's rule, with skip_nonfinite_loss
         skip_nonfinite_loss:bool|None=None, # of torch's rule: False as torch decides; True if None
-        model=None, # a module, or a list: its buffers go back where a step is skipped; gives names
-        group=None, # process group that decides together; None: all ranks, if there are any
+        model:nn.Module|list|tuple|None=None, # its buffers go back where a step is skipped
+        group:object=None, # process group that decides together; None: all ranks, if there are any
     ):
         if isinstance(device, LossScaler): device, policy = None, device
         given = dict(init_scale=init_scale, growth_factor=growth_factor,
@@ -125,8 +125,8 @@ def _lazy_init_scale_growth_tracker(self:GradScaler, dev):
 
 @patch
 def scale(self:GradScaler,
-    outputs, # a loss, or a list, tuple or iterable of them
-): # the same, times the scale
+    outputs:torch.Tensor|Iterable, # a loss, or a list, tuple or iterable of them
+)->torch.Tensor|Iterable: # the same, times the scale
     "As torch's; notes whether the loss itself is finite"
     if not self._enabled: return outputs
     if self.controller is None:
@@ -177,10 +177,10 @@ def _maybe_opt_step(self:GradScaler, optimizer, state, *args, **kwargs):
 
 @patch
 def step(self:GradScaler,
-    optimizer, # whose gradients carry the scale, or have been unscaled
+    optimizer:torch.optim.Optimizer, # whose gradients carry the scale, or have been unscaled
     *args, # for its step
     **kwargs, # for its step; no closure
-): # what the optimizer's step returns; None if it was skipped
+)->float|None: # what the optimizer's step returns; None if it was skipped
     "As torch's; a fused optimizer skips by itself on the device, so the host does not wait"
     torchs = torch.amp.GradScaler.step
     fused = getattr(optimizer, '_step_supports_amp_scaling', False)
@@ -196,7 +196,7 @@ def step(self:GradScaler,
 # %% ../nbs/11_gradscaler.ipynb #e1f2d639
 @patch
 def update(self:GradScaler,
-    new_scale=None, # a float or a tensor: the next scale, in place of the policy's
+    new_scale:float|torch.Tensor|None=None, # the next scale, in place of the policy's
 ):
     "Let the policy choose the next scale; ValueError for a number that cannot work as one"
     if not self._enabled: return

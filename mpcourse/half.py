@@ -7,7 +7,7 @@ __all__ = ['NORMS', 'is_norm', 'cast_policy', 'map_floats', 'cast', 'model_to_ha
            'saved_bytes']
 
 # %% ../nbs/06_half.ipynb #7e55c9d7
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import update_wrapper
@@ -288,7 +288,7 @@ def model_bytes(
 def saved_bytes(
     model:nn.Module, # any model
     *args, # its inputs
-    call=None, # what to call in place of the model
+    call:Callable|None=None, # what to call in place of the model
 )->int: # bytes, without parameters and buffers
     "Memory of the tensors that autograd keeps from a forward pass for the backward pass"
     tensors = (*model.parameters(), *model.buffers())

@@ -7,6 +7,7 @@ __all__ = ['LayerwiseScaler']
 
 # %% ../nbs/20_layerwise.ipynb #0f2f3934
 from collections import Counter, defaultdict, namedtuple
+from collections.abc import Callable
 from functools import partial
 from math import inf, prod, sqrt
 
@@ -229,7 +230,7 @@ def read(self:LayerwiseWatch)->dict: # {name: 0-dim tensor}; nothing where no st
 class LayerwiseScaler(LossScaler):
     "A loss scale, and a factor for each linear and convolutional layer (Zhao et al. 2019)"
     def __init__(self,
-        layers, # the model, whose linear and convolutional layers get a factor, or names of such
+        layers:nn.Module|list|tuple, # a model, or names of its linear and convolutional layers
         init_scale:float=1., # the loss scale; it only ever falls
         share:float=1e-3, # of each layer's gradient that may underflow, T
         cap:float=2.**10, # the largest factor
@@ -256,14 +257,14 @@ class LayerwiseScaler(LossScaler):
 
     def __getstate__(self): return vars(self) | dict(watched=None)
 
-    def watch(self, model):
+    def watch(self, model:nn.Module)->LayerwiseWatch:
         "Hook into the model's layers; ValueError if it does not have them"
         if model is None:
             raise ValueError(f'{self!r} watches the model, and none was given: pass model=.')
         self.watched = LayerwiseWatch(self, model)
         return self.watched
 
-    def scale_loss(self, loss):
+    def scale_loss(self, loss:object)->object:
         "The loss times the scale; plans the scales of all gradients"
         scaled = super().scale_loss(loss)
         roots = []
@@ -272,7 +273,7 @@ class LayerwiseScaler(LossScaler):
         if self.watched: self.watched.plan(roots)
         return scaled
 
-    def inv_scale(self, name=None):
+    def inv_scale(self, name:str|None=None)->Tensor:
         "What takes the scale out of a parameter's gradient; ValueError if no pass reached it"
         carried = self.watched.carried if self.watched else {}
         if name not in carried:
@@ -284,7 +285,7 @@ class LayerwiseScaler(LossScaler):
 
 # %% ../nbs/20_layerwise.ipynb #8dfb0cb6
 @patch
-def next_scale(self:LayerwiseScaler, stats):
+def next_scale(self:LayerwiseScaler, stats:dict)->Tensor:
     "Choose the factors if this step was looked at; an overflow lowers scale and ceiling"
     bad = stats['found_inf'] != 0
     used = self.factors.amax()
@@ -298,7 +299,7 @@ def next_scale(self:LayerwiseScaler, stats):
 @patch
 def choose(self:LayerwiseScaler,
     stats:dict, # {name: 0-dim tensor}, with those of all layers
-):
+)->LayerwiseScaler:
     "Choose each layer's factor from its statistics; 0 where they are all zero, or not finite"
     def stacked(*kind): return torch.stack([stats[(*kind, n)] for n in self.layers])
     carried = stacked('amax', 'carried')
@@ -319,7 +320,7 @@ def by_layer(self:LayerwiseScaler)->dict: # name -> float; 0: not known
 def measured(cls:LayerwiseScaler,
     model:nn.Module, # in FP32; neither it nor its .grad is changed
     batch:tuple, # (inputs, targets), the inputs a tensor or a tuple
-    loss_func, # (predictions, targets) -> 0-dim loss
+    loss_func:Callable, # (predictions, targets) -> 0-dim loss
     **config, # as for the class; the loss scale is `StaticScaler.measured`'s, unless given
 )->LayerwiseScaler:
     "Loss scale and factors from FP32 backward passes of one batch"

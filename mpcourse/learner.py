@@ -6,6 +6,7 @@
 __all__ = ['MonitorCB', 'WarnCB', 'ALSViewCB', 'RunningMeanCB']
 
 # %% ../nbs/89_learner.ipynb #89c4ec04
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,14 +34,14 @@ class MonitorCB(ContextCB):
     "A `TensorCollector` for a Learner; it finds optimizer and scaler, and takes its hooks off"
     order = 95 # after the step and everything that belongs to it
     def __init__(self,
-        every=10, # as for `TensorCollector`
+        every:int|Callable=10, # as for `TensorCollector`
         **kwargs, # for it
     ):
         self.kwargs = dict(every=every, **kwargs)
         self.collector = None
         self.steps = 0
 
-    def contexts(self):
+    def contexts(self)->list:
         "Around each epoch"
         return dict(_do_epoch=self.one_epoch)
 
@@ -63,7 +64,7 @@ class MonitorCB(ContextCB):
         finally:
             if c: c.close()
 
-    def scaler_in_use(self):
+    def scaler_in_use(self)->object:
         "The scaler of the first callback that has one, ours or fastai's; None without one"
         for cb in self.learn.cbs:
             if 'scaler' in vars(cb): return vars(cb)['scaler']
@@ -82,12 +83,12 @@ class MonitorCB(ContextCB):
         self.steps = self.collector.n
 
     @property
-    def records(self):
+    def records(self)->list:
         "As `TensorCollector.records`"
         if self.collector is None: return []
         return self.collector.records
 
-    def frame(self, last=None):
+    def frame(self, last:int|None=None)->object:
         "As `TensorCollector.frame`"
         return self.collector.frame(last)
 
@@ -114,7 +115,7 @@ class WarnCB(Callback):
     "Adds the flushed shares to a `MonitorCB`, judges its collections, acts at the first warning"
     order = 96 # after `MonitorCB`
     def __init__(self,
-        on_warn=lambda verdict, learn: warn_user(str(verdict)), # (verdict, learner) -> what to do
+        on_warn:Callable=lambda verdict, learn: warn_user(str(verdict)), # what to do
         limit:float=.99, # as for `early_warning`
     ):
         self.on_warn = on_warn
@@ -185,7 +186,7 @@ class ALSViewCB(Callback):
         self.hook(self.scaler)
         self.begin()
 
-    def hook(self, s):
+    def hook(self, s:object):
         "Hooks on all that the scaler counts"
         see = self.learn.model, self.see
         if s.activations: self.hooks.append(TensorHooks(*see, 'activation_grad', s.names, s.types))
@@ -198,7 +199,7 @@ class ALSViewCB(Callback):
         self.zeros = self.bad = self.above = 0
         self.scale = self.scaler.scale.item()
 
-    def see(self, name, kind, g):
+    def see(self, name:str, kind:str, g:torch.Tensor):
         "Count one gradient, as the scaler does"
         if kind == 'activation_grad' and g.dtype is not torch.float16: return
         h = log2_hist(g)
@@ -226,7 +227,7 @@ class ALSViewCB(Callback):
 @patch
 def plot(self:ALSViewCB,
     k:int=-1, # which picture
-):  # a matplotlib Figure
+)->object:  # a matplotlib Figure
     "The k-th picture: what was counted, the decision, and the scale until then"
     import matplotlib.pyplot as plt
     if not self.frames: raise ValueError('There is no picture yet: train first.')
@@ -245,7 +246,7 @@ def plot(self:ALSViewCB,
     return fig
 
 @patch
-def show(self:ALSViewCB):
+def show(self:ALSViewCB)->object:
     "A widget that shows the newest picture while the training runs"
     import ipywidgets
     self.out = self.out or ipywidgets.HTML('<p>No step yet.</p>')
@@ -256,7 +257,7 @@ class RunningMeanCB(Callback):
     "One step for `n_acc` examples or more, whose gradients are averaged as they arrive"
     order = 6           # before MixedPrecisionCB and GradientClip
     run_valid = False
-    def __init__(self, n_acc=32): self.n_acc = n_acc
+    def __init__(self, n_acc:int=32): self.n_acc = n_acc
 
     def before_fit(self):
         "Begin with an empty mean"

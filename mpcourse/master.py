@@ -34,7 +34,7 @@ def _wide(t):
 
 # %% ../nbs/07_master.ipynb #adede181
 def get_master(
-    opt_or_groups, # an optimizer (torch's or fastai's), its param_groups, or lists of parameters
+    opt_or_groups:object, # torch's or fastai's optimizer, its param_groups, or lists of parameters
     flat:bool=False, # one master for each group instead of one for each parameter
 )->tuple: # (model_groups, master_groups): lists of lists; masters are FP32 copies
     "Masters of all trainable parameters, group by group. Call it before the model is rounded"

@@ -8,6 +8,7 @@ __all__ = ['TENSOR_KINDS', 'HOOKED', 'validate_choice', 'TensorHooks', 'sums_to_
 # %% ../nbs/15_monitor.ipynb #18m00004
 import json, math, warnings, weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -246,8 +247,8 @@ def sums_to_stats(
 
 @torch.no_grad()
 def tensor_stats(
-    tensors, # floating, any shapes; one device
-    names=tuple(STATISTICS), # of `STATISTICS`
+    tensors:list, # floating, any shapes; one device
+    names:tuple|list=tuple(STATISTICS), # of `STATISTICS`
 )->Tensor: # (tensors, names) float32, on their device
     "Statistics of tensors, without waiting for the device"
     names = validate_choice(names, STATISTICS, 'statistic')
@@ -428,14 +429,14 @@ class TensorCollector(CollectionLog, AbstractContextManager):
     "Measures a model's tensors on some steps of any training loop; keeps numbers, and no tensor"
     def __init__(self,
         model:nn.Module, # in training
-        every=10, # steps from one collection to the next, from the first on; or step -> bool
-        kinds=TENSOR_KINDS, # some of these
-        names=None, # modules and parameters, as for `match_names`; also 'input' and 'loss'
-        types=None, # classes of modules, as for `watched_modules`
-        stats=tuple(STATISTICS), # some of `STATISTICS`, and 'hist'
-        opt=None, # torch or fastai optimizer whose moments are measured
-        scaler=None, # what is in the gradients: a LossScaler, a GradScaler, or a number
-        writers=(), # paths, as for `open_writer`, or functions of (step, rows)
+        every:int|Callable=10, # steps from one collection to the next; or step -> bool
+        kinds:tuple|list=TENSOR_KINDS, # some of these
+        names:str|list|tuple|None=None, # as for `match_names`; also 'input' and 'loss'
+        types:type|tuple|None=None, # classes of modules, as for `watched_modules`
+        stats:tuple|list=tuple(STATISTICS), # some of `STATISTICS`, and 'hist'
+        opt:object=None, # torch or fastai optimizer whose moments are measured
+        scaler:object=None, # what is in the gradients: a LossScaler, a GradScaler, or a number
+        writers:tuple|list=(), # paths, as for `open_writer`, or functions of (step, rows)
         keep:int=1000, # collections to remember
     ):
         _validate(every, opt, scaler, keep)
@@ -479,7 +480,7 @@ class TensorCollector(CollectionLog, AbstractContextManager):
 
     @torch.no_grad()
     def step(self,
-        loss=None, # of this step, unscaled; a number or a tensor
+        loss:object=None, # of this step, unscaled; a number or a tensor
     ):
         "The end of a step, taken or skipped: call it after the optimizer's, in each step"
         if self.seen and (self.seen.read() or not self.hooks):

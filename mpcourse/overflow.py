@@ -6,6 +6,7 @@
 __all__ = ['OverflowWatch', 'find_overflow', 'Verdict', 'early_warning']
 
 # %% ../nbs/17_overflow.ipynb #20o00004
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch.autograd import _get_sequence_nr
 from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 
 from .monitor import named_tensors, TensorHooks
+from .scaler import LossScaler
 from .tensorcore import fp32_accumulate
 from .underflow import replay_batch, share_table
 
@@ -40,14 +42,14 @@ class OverflowWatch:
     "Finds what was not finite first in each step: two flags a tensor, one look at the device"
     def __init__(self,
         model:nn.Module, # to be watched
-        kinds=('activation', 'activation_grad', 'weight_grad'), # as for `TensorHooks`
-        names=None, types=None, # as for `TensorHooks`
+        kinds:tuple|list=('activation', 'activation_grad', 'weight_grad'), # as for `TensorHooks`
+        names:str|list|tuple|None=None, types:type|tuple|None=None, # as for `TensorHooks`
     ):
         self.seen, self.events = [], []
         self.steps = 0
         self.hooks = TensorHooks(model, self.see, kinds, names, types)
 
-    def see(self, name, kind, t):
+    def see(self, name:str, kind:str, t:torch.Tensor):
         "Keep two flags of a tensor, which stay on the device"
         self.seen.append((name, kind, torch.stack([t.isnan().any(), t.isinf().any()])))
 
@@ -160,10 +162,10 @@ class FirstBad(TorchDispatchMode):
 def find_overflow(
     model:nn.Module, # in FP32; it is not changed
     batch:tuple, # (inputs, targets): the one that went wrong; inputs as for `toys.call_args`
-    loss_func, # (predictions in FP32, targets) -> 0-dim loss, or a nest of losses
+    loss_func:Callable, # (predictions in FP32, targets) -> 0-dim loss, or a nest of losses
     dtype:str|torch.dtype='fp16', # of autocast
-    scale=1., # on the loss: a number or a policy
-    compute=fp32_accumulate, # makes a context for forward and backward
+    scale:float|LossScaler=1., # on the loss: a number or a policy
+    compute:Callable=fp32_accumulate, # makes a context for forward and backward
 )->Overflow: # None where the loss and the weights' gradients are finite
     "Run a batch again, and name the module and the operation that made the first infinity or NaN"
     for n, t in [*model.named_parameters(), *named_tensors('input', batch[0])]:
@@ -190,7 +192,7 @@ class Verdict:
     layer:str=None # the tensor that lost most
 
 def early_warning(
-    frame, # of a `TensorCollector`, with a column 'flushed': the latest collections
+    frame:object, # of a `TensorCollector`, with a column 'flushed': the latest collections
     limit:float=.99, # share of a layer's gradient
     kind:str='activation_grad', # of which tensors
 )->Verdict:

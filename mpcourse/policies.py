@@ -146,7 +146,7 @@ class DeepSpeedScaler(LossScaler):
         self.register_buffer('since', torch.tensor(0))
         self.register_buffer('patience', torch.tensor(hysteresis))
 
-    def next_scale(self, stats):
+    def next_scale(self, stats:dict)->torch.Tensor:
         bad = stats['found_inf'] != 0
         spent = self.patience <= 1
         since = (self.since + 1).masked_fill(bad, 0)
@@ -177,7 +177,7 @@ class FairseqScaler(LossScaler):
         first = dict(since_overflow=1, since_move=1, overflows=0, window=growth_interval)
         for n, v in first.items(): self.register_buffer(n, torch.tensor(v))
 
-    def next_scale(self, stats):
+    def next_scale(self, stats:dict)->torch.Tensor:
         bad = stats['found_inf'] != 0
         overflows = self.overflows + 1
         back = bad & (overflows/self.since_move >= self.tolerance)
@@ -228,7 +228,7 @@ class LogMaxScaler(LossScaler):
                          overflow_as=overflow_as, **config)
         for n in ('steps', 'mean', 'slow', 'square'): self.register_buffer(n, torch.tensor(0.))
 
-    def next_scale(self, stats):
+    def next_scale(self, stats:dict)->torch.Tensor:
         b1, b2 = self.beta1, self.beta2
         amax = stats['amax']*self.inv_scale()
         bad = (stats['found_inf'] != 0) | ~amax.isfinite()
@@ -260,7 +260,7 @@ POLICIES = dict({n: partial(DynamicScaler, **numbers) for n, numbers in PEERS.it
                 logmax=LogMaxScaler, static=StaticScaler, dynamic=DynamicScaler)
 
 def get_policy(
-    policy, # a name, or a scaler, which comes back as it is
+    policy:str|LossScaler, # a name, or a scaler, which comes back as it is
     **config, # arguments of its class
 )->LossScaler: # a new one, or the scaler that was given
     "A scaler by its name; ValueError that lists what there is"

@@ -7,6 +7,7 @@ __all__ = ['LossScaler', 'StaticScaler']
 
 # %% ../nbs/08_scaler.ipynb #c28abb2c
 import sys, warnings
+from collections.abc import Callable
 from inspect import signature
 from math import floor, frexp, log2, nan
 
@@ -83,7 +84,7 @@ class LossScaler(nn.Module):
         "The settings, by which a policy of this class can be built again"
         return {n: getattr(self, n) for n in self._settings}
 
-    def scale_loss(self, loss):
+    def scale_loss(self, loss:object)->object:
         "A loss times the scale, in FP32; dicts, tuples and lists of losses keep their shape"
         for l in tree_leaves(loss):
             if not isinstance(l, Tensor) or l.numel() != 1:
@@ -92,17 +93,17 @@ class LossScaler(nn.Module):
             if self.scale.device != l.device: self.to(l.device)
         return tree_map(lambda l: l.float()*self.scale, loss)
 
-    def inv_scale(self, name=None):
+    def inv_scale(self, name:str|None=None)->Tensor:
         "The factor that takes the scale out of a gradient, computed in FP64 and rounded once"
         wide = self.scale if self.scale.is_mps else self.scale.double()
         return wide.reciprocal().float()
 
-    def next_scale(self, stats):
+    def next_scale(self, stats:dict)->Tensor:
         "The rule: tensors only, so that nothing waits for the device; it may set its buffers"
         return self.scale
 
     @torch.no_grad()
-    def update(self, stats):
+    def update(self, stats:dict)->Tensor:
         "Choose the next scale, within its bounds; after a non-finite loss keep it. Returns the old"
         ours = {n: b for n, b in self._buffers.items() if n != 'held'}
         before = {n: b.clone() for n, b in ours.items()}
@@ -117,15 +118,15 @@ class LossScaler(nn.Module):
         if self.skip_nonfinite_loss: self.held.add_(1).masked_fill_(fine, 0)
         return before['scale']
 
-    def watch(self, model):
+    def watch(self, model:nn.Module|None):
         "None; a policy that needs more of a model returns an object with read, reset and remove"
 
     def __repr__(self): return f'{type(self).__name__}(scale={self.scale.item():g})'
 
-    def get_extra_state(self):
+    def get_extra_state(self)->dict:
         return dict(policy=type(self).__name__, version=1, config=self.config)
 
-    def set_extra_state(self, state):
+    def set_extra_state(self, state:dict):
         self._settings = tuple(state['config'])
         for name, value in state['config'].items(): setattr(self, name, value)
 
@@ -178,7 +179,7 @@ def largest_gradient(
 def measured(cls:LossScaler,
     model:nn.Module, # in FP32; neither it nor its .grad is changed
     batch:tuple, # (inputs, targets); inputs: a tensor, a list or tuple of them, or a mapping
-    loss_func, # (predictions, targets) -> 0-dim loss, or a nest of losses
+    loss_func:Callable, # (predictions, targets) -> 0-dim loss, or a nest of losses
     target:float=2.**10, # where the largest gradient shall lie: six octaves below FP16's end
     **config, # of the policy; by default the floor of a scale that moves is four octaves below it
 )->LossScaler: # the policy, at that scale

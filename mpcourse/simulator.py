@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
 
-from .formats import get_format
+from .formats import FloatFormat, get_format
 from .plots import CYCLE, log2_axis, log2_hist
 from .policies import RULES, get_policy
 from .rounding import quantize
@@ -89,7 +89,7 @@ class Recording:
 
 def record_trace(
     toy:str|Toy='deep_sigmoid', # what to train
-    step=plain_step, # how; in FP32 nothing is lost
+    step:Callable=plain_step, # how; in FP32 nothing is lost
     steps:int=None, # fewer or more than the toy's own
     seed:int=0, # of weights and batches
 )->Trace: # of the gradients of all parameters together
@@ -238,14 +238,14 @@ def _plain(x): return [v if math.isfinite(v) else repr(v) for v in x.tolist()]
 
 def save_trace(
     trace:Trace, # any
-    path, # a file, which is replaced
+    path:str|Path, # a file, which is replaced
 ):
     "Write a trace as JSON"
     doc = {n: _plain(v.flatten()) if isinstance(v, Tensor) else v for n,v in vars(trace).items()}
     Path(path).write_text(json.dumps(dict(trace=1, **doc)) + '\n', encoding='utf-8')
 
 def load_trace(
-    path, # a file from `save_trace`
+    path:str|Path, # a file from `save_trace`
 )->Trace:
     "Read a trace; FileNotFoundError if there is no such file, ValueError if it holds no trace"
     if not Path(path).is_file():
@@ -385,10 +385,10 @@ def _by_scaler(scaler, trace, fmt):
     return scales, lost, None
 
 def replay(
-    policies, # as for `named_policies`; a name is the published rule, with its mistakes
+    policies:object, # as for `named_policies`; a name is the published rule, with its mistakes
     trace:Trace, # recorded or made
     start:float=None, # the same first scale for all; None: each its own
-    fmt='fp16', # of the backward pass
+    fmt:str|FloatFormat='fp16', # of the backward pass
 )->Result:
     "Run policies on a trace"
     if not isinstance(trace, Trace):

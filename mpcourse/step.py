@@ -9,6 +9,7 @@ __all__ = ['named_gradients', 'unscale_', 'grad_statistic', 'BufferSnapshot', 'S
 # %% ../nbs/09_step.ipynb #537570a5
 import gc, re
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakSet
@@ -484,9 +485,9 @@ class MixedStep:
     def __init__(self,
         scaler:LossScaler|None=None, # which scale, and when to change it; FP16 needs one, BF16 none
         dtype:str|torch.dtype='fp16', # of forward and backward: 'fp16' or 'bf16'
-        compute=None, # context of both passes; None: `fp32_accumulate` on a CPU only
+        compute:Callable|None=None, # context of both passes; None: `fp32_accumulate` on a CPU only
         clip:float|None=None, # largest norm of the optimizer's unscaled gradients, all together
-        group=None, # process group that decides together; None: all ranks, if there are any
+        group:object=None, # process group that decides together; None: all ranks, if there are any
     ):
         self.dtype = validate_scheme(dtype, scaler)
         self.scaler = StaticScaler(1.) if scaler is None else scaler
@@ -504,7 +505,7 @@ class MixedStep:
         if self.controller and self.controller.watched: self.controller.watched.remove()
         self.controller = StepController(self.scaler, model, self.group)
 
-    def backward(self, model, xb, yb, loss_func):
+    def backward(self, model:nn.Module, xb:object, yb:object, loss_func:Callable)->Tensor:
         "Loss and scaled gradients of a batch; the loss comes back unscaled, in FP32"
         first = self.controller.number < 0
         hooked = hooked_weights(model) if first else []
@@ -522,10 +523,10 @@ class MixedStep:
 
     def __call__(self,
         model:nn.Module, # in FP32, its inputs on its device
-        xb, # inputs: a tensor, a list or tuple of them, or a mapping
-        yb, # targets
-        opt, # of the model's parameters
-        loss_func, # (FP32 predictions, targets) -> 0-dim loss, or a nest of losses, which are added
+        xb:object, # inputs: a tensor, a list or tuple of them, or a mapping
+        yb:object, # targets
+        opt:object, # of the model's parameters
+        loss_func:Callable, # (FP32 predictions, targets) -> 0-dim loss, or a nest, which is added
     )->dict: # 'loss' without the scale, 'scale' of this step, 'skipped': 0-dim tensors
         "A whole step: empty the gradients, forward, backward, unscale, decide, clip, step or skip"
         if self.controller is None or self.controller.model is not model:
@@ -536,7 +537,7 @@ class MixedStep:
         opt.zero_grad()
         return self.update(model, opt, self.backward(model, xb, yb, loss_func))
 
-    def update(self, model, opt, loss):
+    def update(self, model:nn.Module, opt:object, loss:Tensor)->dict:
         "After the backward pass: unscale, decide, clip, step or skip"
         self.controller.unscale_(self.controller.gradients(opt))
         self.outcome = self.controller.decide()

@@ -6,6 +6,7 @@
 __all__ = ['OpMode', 'fp32_accumulate', 'half_compute']
 
 # %% ../nbs/23_tensorcore.ipynb #24c24332
+from collections.abc import Callable
 from contextlib import ContextDecorator, nullcontext
 from functools import lru_cache
 
@@ -131,7 +132,7 @@ class fp32_accumulate(OpMode):
         super().__init__(overflow=overflow)
         self.saturate = overflow == 'saturate'
 
-    def run(self, func, args, kwargs):
+    def run(self, func:Callable, args:tuple, kwargs:dict)->object:
         "Run an op; products in half precision are summed in FP32"
         if func in PRODUCTS and _is_half(func, args, kwargs): res = _in_fp32(func, args, kwargs)
         elif is_composite(func): return decompose(self, func, args, kwargs)

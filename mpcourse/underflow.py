@@ -7,6 +7,7 @@ __all__ = ['count_zeros', 'probe_flushed', 'note_flushed', 'share_table', 'plot_
 
 # %% ../nbs/16_underflow.ipynb #19u00004
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -84,12 +85,12 @@ def replay_batch(
 def probe_flushed(
     model:nn.Module, # in FP32 or half; it is not changed
     batch:tuple, # (inputs, targets); inputs as for `toys.call_args`
-    loss_func, # (predictions in FP32, targets) -> 0-dim loss
+    loss_func:Callable, # (predictions in FP32, targets) -> 0-dim loss
     dtype:str|torch.dtype='fp16', # of autocast; None where `compute` emulates a format
-    scale=1., # on the loss
-    compute=fp32_accumulate, # makes a context for forward and backward
-    kinds=('weight_grad', 'activation_grad'), # of what; also 'activation'
-    names=None, # of modules and parameters, as for `match_names`
+    scale:float=1., # on the loss
+    compute:Callable=fp32_accumulate, # makes a context for forward and backward
+    kinds:tuple|list=('weight_grad', 'activation_grad'), # of what; also 'activation'
+    names:str|list|tuple|None=None, # of modules and parameters, as for `match_names`
 )->dict: # (name, kind) -> ZeroCount
     "Run a micro-batch in FP32 and as it will be trained: which zeros are due to the format?"
     kinds = (kinds,) if isinstance(kinds, str) else kinds
@@ -106,9 +107,9 @@ def probe_flushed(
 
 # %% ../nbs/16_underflow.ipynb #19u00042
 def note_flushed(
-    collector, # a `TensorCollector`, before a step
+    collector:object, # a `TensorCollector`, before a step
     batch:tuple, # (inputs, targets), as for `probe_flushed`
-    loss_func, # as for `probe_flushed`
+    loss_func:Callable, # as for `probe_flushed`
     **kwargs, # for `probe_flushed`: dtype, compute
 ):
     "Give the collection that is due a column 'flushed'; does nothing in other steps"

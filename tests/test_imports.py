@@ -1,5 +1,5 @@
 "What an import costs and needs: each in a process of its own"
-import ast, importlib.metadata, os, re, shutil, subprocess, sys, zipfile
+import ast, importlib.metadata, inspect, os, re, shutil, subprocess, sys, textwrap, zipfile
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,32 @@ def test_editors_see_the_public_names():
     seen = [(n.module, a.name) for n in block.body for a in n.names if a.asname == a.name]
     assert seen == [(module, name) for module, names in mpcourse._NAMES.items() for name in names]
     for name in mpcourse.__all__: assert getattr(mpcourse, name).__doc__, name
+
+
+def untyped(qualname, function):
+    "Parameters without an annotation, but for self, *args and **kwargs; and a result without one"
+    parameters = [*inspect.signature(function).parameters.values()]
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    for p in parameters:
+        if p.annotation is p.empty and p.name not in ('self', 'cls') and p.kind not in variadic: yield f'{qualname}({p.name})'
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    returns = [n for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value is not None]
+    if returns and 'return' not in function.__annotations__ and function.__name__ != '__init__': yield f'{qualname} returns'
+
+
+def test_public_names_are_typed():
+    "`py.typed` promises that an editor knows what to give, and what comes back"
+    missing = []
+    for name in mpcourse.__all__:
+        public = getattr(mpcourse, name)
+        if inspect.isfunction(public): missing += untyped(name, public)
+        if not inspect.isclass(public): continue
+        for n, f in vars(public).items():
+            f = getattr(f, '__func__', getattr(f, 'fget', f))
+            ours = inspect.isfunction(f) and f.__module__.startswith('mpcourse')
+            generated = ours and '<string>' in f.__code__.co_filename        # a dataclass's __init__
+            if ours and not generated and (not n.startswith('_') or n in ('__init__', '__call__')): missing += untyped(f'{name}.{n}', f)
+    assert not missing, missing
 
 
 ALONE = '''
