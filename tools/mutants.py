@@ -207,11 +207,11 @@ M = [Mutant(*row) for row in (
     # the drop-in
     ('gradscaler', "if state['taken']: return optimizer.step(*args, **kwargs)", 'optimizer.step(*args, **kwargs)', 1, 'every_bit and gradscaler'),
     ('gradscaler', 'self.policy.load_state_dict(from_torch(state, **config).state_dict())', 'pass', 'gradscaler', 'torchs_state'),
-    ('gradscaler', "for s in states: stats.add(s['seen'])", "stats.add(states[0]['seen'])", 5, 'two_optimizers'),
+    ('gradscaler', "for s in states: controller.add(s['seen'])", "controller.add(states[0]['seen'])", 5, 'two_optimizers'),
     ('gradscaler', 'if self.policy.min_scale < 1:  ', 'if False:  ', 'gradscaler', 'overflows_while'),
     ('gradscaler', 'if self.policy.min_scale < 1 and ready', 'if False and ready', 'gradscaler', 'overflows_while'),
     ('gradscaler', 'self.controller.see_loss(outputs)', 'pass', 'gradscaler', 'is_held'),
-    ('gradscaler', 'stats.count([_numbers(g) for _, g, _ in named_gradients(optimizer)])', 'pass', 'gradscaler', 'add_up'),
+    ('gradscaler', 'controller.count(grads)', 'pass', 'gradscaler', 'add_up'),
     ('gradscaler', 'skips.clamp(max=1)', 'skips*0', 1, 'every_bit and gradscaler'),
     ('gradscaler', '= supports_found_inf(optimizer)', '= True', 'gradscaler', 'first_step_of_fused'),
     ('gradscaler', "for n in ('grad_scale', 'found_inf'): vars(optimizer).pop(n, None)", 'pass', 'gradscaler', 'nothing_behind'),
