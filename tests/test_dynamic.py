@@ -110,19 +110,20 @@ def test_the_two_kinds_part_on_single_overflows():
 
 @settings(max_examples=80, deadline=None)
 @given(found=st.lists(st.sampled_from([0., 0., 1., NAN]), max_size=60), interval=st.integers(1, 5), hysteresis=st.integers(1, 4),
-       refill=st.sampled_from(['growth', 'clean']))
-def test_patience_is_a_slow_references(found, interval, hysteresis, refill):
+       refill=st.sampled_from(['growth', 'clean']), down=st.sampled_from([.5, .25, .3]))
+def test_patience_is_a_slow_references(found, interval, hysteresis, refill, down):
     scale, clean, left, want = 2.**40, 0, hysteresis, []
     for f in found:
         if f != 0:
             clean, left = 0, left - 1
-            if left <= 0: scale /= 2
+            if left <= 0: scale = torch.tensor(scale*down).item()     # in FP64, and rounded once
         else:
             clean += 1
             if refill == 'clean': left = hysteresis
             if clean == interval: scale, clean, left = scale*2, 0, hysteresis
         want.append((scale, clean))
-    assert feed(DynamicScaler(2.**40, growth_interval=interval, hysteresis=hysteresis, refill=refill, min_scale=2.**-100), found) == want
+    kw = dict(growth_interval=interval, hysteresis=hysteresis, refill=refill, backoff_factor=down)
+    assert feed(DynamicScaler(2.**40, min_scale=2.**-100, **kw), found) == want
 
 
 @kinds
@@ -166,6 +167,9 @@ def test_a_counter_beyond_the_interval_does_what_torchs_does():
         theirs.update()
         want.append(theirs.get_scale())
     assert [s for s, _ in feed(sc, found)] == want and 2. in want and len(set(want)) > 1
+    patient = DynamicScaler(2., growth_interval=3, hysteresis=2)
+    patient.growth_tracker.fill_(5)
+    assert {s for s, _ in feed(patient, [0.]*4)} == {2.}
 
 
 def test_torchs_checkpoint_goes_on():

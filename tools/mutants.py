@@ -69,7 +69,6 @@ M = [Mutant(*row) for row in (
     ('step', 'if self.next_scale.item() <= self.floor:', 'if False:', 'step', 'floor'),
     ('step', 'loss = loss_func(cast_floats(pred, torch.float32), yb)', 'loss = loss_func(pred, yb).float()', 'step', 'fp32_and_recorded'),
     ('step', '            self.controller.see_loss(loss)\n', '', 'step', 'infinite_is_held'),
-    ('step', 'if p.dtype.itemsize < 4: raise', 'if False: raise', 'step', 'half_already'),
     ('step', 'if self.controller and self.controller.watched: self.controller.watched.remove()', 'pass', 'step', 'serves_another'),
     # the factor and its inverse
     # the scaler's state
@@ -93,7 +92,7 @@ M = [Mutant(*row) for row in (
     ('callback', 'self.learn.loss_grad = self.scaler.scale_loss(loss)', 'pass', 1, 'trains_as'),
     ('callback', 'if not may_step: raise CancelStepException', 'pass', 1, 'every_bit and callback'),
     ('callback', 'self.open.enter_context(guarded_step(opt, self.last_outcome))', 'True', 1, 'every_bit and callback'),
-    ('callback', '        with ExitStack() as self.open, ExitStack() as self.casting:', '        self.open, self.casting = ExitStack(), ExitStack()\n        if True:', 2, 'exception_the_model'),
+    ('callback', '        with ExitStack() as self.open, ExitStack() as self.casting:', '        self.open, self.casting = ExitStack(), ExitStack()\n        if True:', 'callback', 'restored_after_every_exit'),
     ('callback', 'learn.opt.zero_grad() # the scale', 'pass # the scale', 2, 'exception_the_model'),
     ('callback', 'self.scaler.load_state_dict(state)', 'pass', 2, 'lr_find'),
     ('step', 'if dtype == torch.bfloat16 and not isinstance(scaler, StaticScaler | None):', 'if False:', 7, 'scheme'),
@@ -143,14 +142,14 @@ M = [Mutant(*row) for row in (
     ('callback', 'self.controller.number = len(self.history) - 1', 'pass', 'checkpoint', 'bit_for_bit'),
     ('checkpoint', "        self.step_done = False\n", "        self.step_done = True\n", 'checkpoint', 'accumulate'),
     # growth and back-off
-    ('dynamic', "bad = stats['found_inf'] != 0 ", "bad = stats['found_inf'] > 0 ", 'dynamic', 'torchs'),
-    ('dynamic', 'back = bad & (left <= 0)', 'back = bad & (left < 0)', 'dynamic', 'torchs'),
-    ('dynamic', 'if self.consecutive: clean =', 'if False: clean =', 'dynamic', 'anew'),
-    ('dynamic', 'grow = ~bad & (clean == self.growth_interval)', 'grow = ~bad & (clean >= self.growth_interval)', 'dynamic', 'beyond'),
+    ('dynamic', "bad = stats['found_inf'] != 0 ", "bad = stats['found_inf'] > 0 ", 'dynamic', 'patience'),
+    ('dynamic', 'back = bad & (left <= 0)', 'back = bad & (left < 0)', 'dynamic', 'patience'),
+    ('dynamic', 'if self.consecutive: clean =', 'if False: clean =', 'dynamic', 'patience'),
+    ('dynamic', 'grow = ~bad & (clean == self.growth_interval)', 'grow = ~bad & (clean >= self.growth_interval)', 'dynamic', 'beyond or patience'),
     ('dynamic', "full = ~bad if self.refill == 'clean' else grow", 'full = grow', 'dynamic', 'two_kinds'),
-    ('dynamic', 'clean.masked_fill(grow, 0)', 'clean', 'dynamic', 'torchs_golden'),
-    ('dynamic', 'scale*self.backoff_factor, grown', 'scale/self.growth_factor, grown', 5, 'long_random'),
-    ('dynamic', 'self.scale if self.scale.is_mps else self.scale.double()', 'self.scale', 5, 'long_random'),
+    ('dynamic', 'clean.masked_fill(grow, 0)', 'clean', 'dynamic', 'patience'),
+    ('dynamic', 'scale*self.backoff_factor, grown', 'scale/self.growth_factor, grown', 'dynamic', 'patience'),
+    ('dynamic', 'self.scale if self.scale.is_mps else self.scale.double()', 'self.scale', 'dynamic', 'patience'),
     ('dynamic', "scaler.growth_tracker.fill_(state['_growth_tracker'])", 'pass', 'dynamic', 'torchs_checkpoint'),
     ('dynamic', 'for k in keys: getattr(scaler, k).fill_(state[k])', 'pass', 'dynamic', 'megatrons_checkpoint'),
     ('policies', 'grow = ~bad & (since > self.growth_interval)', 'grow = ~bad & (since >= self.growth_interval)', 'policies', 'golden_deepspeed'),
@@ -212,7 +211,7 @@ M = [Mutant(*row) for row in (
     ('gradscaler', 'if self.policy.min_scale < 1 and ready', 'if False and ready', 'gradscaler', 'overflows_while'),
     ('gradscaler', 'self.controller.see_loss(outputs)', 'pass', 'gradscaler', 'is_held'),
     ('gradscaler', 'controller.count(grads)', 'pass', 'gradscaler', 'add_up'),
-    ('gradscaler', 'skips.clamp(max=1)', 'skips*0', 1, 'every_bit and gradscaler'),
+    ('gradscaler', 'skips.clamp(max=1)', 'skips*0', 4, 'gradscaler'),
     ('gradscaler', '= supports_found_inf(optimizer)', '= True', 'gradscaler', 'first_step_of_fused'),
     ('gradscaler', "for n in ('grad_scale', 'found_inf'): vars(optimizer).pop(n, None)", 'pass', 'gradscaler', 'nothing_behind'),
     ('step', 'if torch.is_grad_enabled(): self.save(module)', 'pass', 1, 'buffers and gradscaler'),
@@ -268,7 +267,7 @@ def tests_fail(folder, args):
         os.environ['PYTHONPATH'] = str(folder)
         with open(out, 'w') as f, redirect_stdout(f), redirect_stderr(f):
             import pytest
-            code = int(pytest.main([*args, '-x', '-q', '-p', 'no:cacheprovider', '-p', 'no:warnings', '--tb=line']))
+            code = int(pytest.main([*args, '-x', '-q', '-p', 'no:cacheprovider', '-p', 'no:warnings', '-o', 'addopts=', '--tb=line']))
         os._exit(code)
     start = time.monotonic()
     while not (done := os.waitpid(pid, os.WNOHANG))[0]:
