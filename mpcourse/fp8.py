@@ -405,6 +405,17 @@ class _Products(torch.overrides.TorchFunctionMode):
             with self.at(self.name, None): return _CALLS[name](*args, recipe=r, **kwargs)
         return func(*args, **kwargs)
 
+# %% ../nbs/27_fp8.ipynb #35220c65
+def converted_call(
+    func:Callable, # a torch function
+    args:tuple, # its arguments
+    kwargs:dict, # likewise
+    recipe:Recipe, # without delayed scales
+)->object: # what it returns
+    "Call a torch function as within a model that `simulate_fp8` has converted"
+    mode = _Products(attention=True)
+    with mode.at('', recipe): return mode.__torch_function__(func, (), args, kwargs)
+
 # %% ../nbs/27_fp8.ipynb #85209086
 _REFUSAL = (
     'Module {!r} computes {}, which is not converted to few bits: write it with linear, matmul, '
