@@ -50,6 +50,8 @@ if TYPE_CHECKING:  # what editors and type checkers see; the aliases mark the na
     from .policies import LogMaxScaler as LogMaxScaler
     from .policies import MetaseqScaler as MetaseqScaler
     from .policies import get_policy as get_policy
+    from .probe import ProbeReport as ProbeReport
+    from .probe import probe_precision as probe_precision
     from .rounding import quantize as quantize
     from .scaler import LossScaler as LossScaler
     from .scaler import StaticScaler as StaticScaler
@@ -85,6 +87,7 @@ _NAMES = {
     'monitor': ['TensorCollector', 'tensor_stats'],
     'overflow': ['OverflowWatch', 'early_warning', 'find_overflow'],
     'policies': ['DeepSpeedScaler', 'FairseqScaler', 'LogMaxScaler', 'MetaseqScaler', 'get_policy'],
+    'probe': ['ProbeReport', 'probe_precision'],
     'rounding': ['quantize'],
     'scaler': ['LossScaler', 'StaticScaler'],
     'simulator': ['load_trace', 'record_trace', 'replay', 'save_trace'],

@@ -15,6 +15,7 @@ from fnmatch import fnmatch
 from functools import partial, update_wrapper
 
 import torch, torch.nn.functional as F
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -406,15 +407,15 @@ class _Products(torch.overrides.TorchFunctionMode):
         return func(*args, **kwargs)
 
 # %% ../nbs/27_fp8.ipynb #35220c65
-def converted_call(
+@patch
+def call(self:Recipe,
     func:Callable, # a torch function
     args:tuple, # its arguments
     kwargs:dict, # likewise
-    recipe:Recipe, # without delayed scales
 )->object: # what it returns
-    "Call a torch function as within a model that `simulate_fp8` has converted"
+    "Call a torch function as within a model that `simulate_fp8` has converted; scales are not delayed"
     mode = _Products(attention=True)
-    with mode.at('', recipe): return mode.__torch_function__(func, (), args, kwargs)
+    with mode.at('', self): return mode.__torch_function__(func, (), args, kwargs)
 
 # %% ../nbs/27_fp8.ipynb #85209086
 _REFUSAL = (

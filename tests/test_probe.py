@@ -1,0 +1,245 @@
+"Where precision is lost: the cases beyond the chapter's"
+import math
+from functools import partial
+
+import pytest, torch, torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mpcourse.emulate import emulate_format
+from mpcourse.fp8 import RECIPES
+from mpcourse.probe import probe_precision, relative_error
+from mpcourse.rounding import quantize
+from mpcourse.toys import batches, get_toy
+
+pytestmark = pytest.mark.library
+MSE = F.mse_loss
+
+
+def data(n=16, d=8, out=4, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, d, generator=g), torch.randn(n, out, generator=g)
+
+
+def mlp(*widths, act=nn.ReLU):
+    torch.manual_seed(0)
+    layers = []
+    for a, b in zip(widths, widths[1:]): layers += [nn.Linear(a, b), act()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Offset(nn.Module):
+    "Adds a number that a later line takes away again: sound in FP32"
+    def __init__(self, offset=700.):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.offset = nn.Linear(8, 8), nn.Linear(8, 4), offset
+
+    def forward(self, x):
+        h = self.up(x).to(self.up.weight.dtype)
+        high = h + self.offset
+        return self.down(high - self.offset)
+
+
+# --- what is found ---
+
+def test_the_line_of_an_offset_and_not_the_lines_after_it():
+    row = probe_precision(Offset(), data(), MSE, 'bf16 weights').worst
+    assert (row.kind, row.op) in (('a large offset', 'add'), ('a large offset', '__add__')) and row.code == 'high = h + self.offset'
+    assert row.error > .5 and row.carried < .02 and row.own == pytest.approx(row.error, rel=.2)
+
+
+@pytest.mark.parametrize('scheme', ['bf16', 'fp16', 'bf16 weights', None, RECIPES['tensorwise'], partial(emulate_format, 'bf16')],
+                         ids=['bf16', 'fp16', 'bf16 weights', 'own', 'recipe', 'context'])
+def test_a_healthy_net_is_not_accused(scheme):
+    report = probe_precision(mlp(8, 16, 16, 4), data(), MSE, scheme)
+    assert not report.faults and report.parted is None and 'No error jumps' in str(report)
+    assert any(r.error > 0 for r in report.rows) == (scheme is not None)
+
+
+def test_without_few_bits_there_is_no_error():
+    assert {r.error for r in probe_precision(mlp(8, 16, 4), data(), MSE, None).rows} == {0.}
+
+
+def test_errors_are_those_of_two_plain_runs():
+    net, (x, y) = mlp(8, 16, 4), data()
+    with torch.autocast('cpu', torch.bfloat16): low = net(x).float()
+    ref = net(x)
+    rows = [r for r in probe_precision(net, (x, y), MSE, 'bf16', most=None).rows if r.name == '2' and r.direction == 'forward']
+    want = ((low - ref).square().mean().sqrt()/ref.std()).item()
+    assert rows[0].error == pytest.approx(want, rel=.1)            # sums of products may be in another order
+
+
+def test_an_underflow_and_the_scale_that_cures_it():
+    toy = get_toy('deep_sigmoid')
+    args = toy.model(0), next(batches(toy.data(), toy.bs, 1)), toy.loss_func, 'fp16'
+    row = probe_precision(*args).worst
+    assert (row.kind, row.direction) == ('underflow', 'backward') and row.flushed > .3
+    assert not probe_precision(*args, scale=2.**14).faults
+
+
+def test_a_scale_that_is_too_large():
+    row = probe_precision(mlp(8, 16, 4), data(), MSE, 'fp16', scale=2.**30).worst
+    assert (row.kind, row.direction, row.error) == ('overflow', 'backward', math.inf)
+
+
+def test_updates_that_are_swallowed_and_those_that_are_not():
+    net = mlp(8, 16, 4)
+    small, large = (torch.optim.SGD(net.parameters(), lr) for lr in (1e-6, 10.))
+    faults = probe_precision(net, data(), MSE, 'bf16 weights', opt=small).faults
+    assert {f.kind for f in faults} == {'swallowed updates'} and {f.name for f in faults} >= {'0.weight', '2.weight'}
+    assert not any(f.kind == 'swallowed updates' for f in probe_precision(net, data(), MSE, 'bf16 weights', opt=large).faults)
+    assert not any(f.kind == 'swallowed updates' for f in probe_precision(net, data(), MSE, 'bf16', opt=small).faults)
+
+
+def test_a_cast_that_loses_its_values():
+    class Times(nn.Module):
+        def __init__(self): super().__init__(); self.lin = nn.Linear(1, 4)
+        def forward(self, t):
+            low = t.to(torch.bfloat16)
+            return self.lin(low.float()/1000)
+    row = probe_precision(Times(), (torch.arange(984., 1000.)[:, None], torch.zeros(16, 4)), MSE, None).worst
+    assert row.kind == 'lost values' and row.distinct == (16, 5) and row.code == 'low = t.to(torch.bfloat16)'
+
+
+# --- models ---
+
+class Recurrent(nn.Module):
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.cell, self.out = nn.GRUCell(8, 8), nn.Linear(8, 4)
+    def forward(self, x):
+        h = torch.zeros(len(x), 8)
+        for _ in range(5): h = self.cell(x, h)
+        return self.out(h)
+
+class Checkpointed(nn.Module):
+    def __init__(self): super().__init__(); self.a, self.b = mlp(8, 16, 8), mlp(8, 8, 4)
+    def forward(self, x): return self.b(checkpoint(self.a, x, use_reentrant=False))
+
+class InPlace(nn.Module):
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+    def forward(self, x):
+        h = self.a(x)
+        h = h.add_(1).mul_(.5).relu_()
+        out = torch.zeros_like(h)
+        out[:, :4] = h[:, 4:]
+        return self.b(out + h)
+
+class Attention(nn.Module):
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.att, self.out = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 4)
+    def forward(self, x): return self.out(self.att(x[:, None], x[:, None], x[:, None], need_weights=False)[0][:, 0])
+
+class LoRA(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.a, self.b = nn.Linear(8, 4).to(torch.bfloat16).requires_grad_(False), nn.Linear(8, 2, bias=False), nn.Linear(2, 4, bias=False)
+    def forward(self, x): return self.base(x.to(torch.bfloat16)).float() + self.b(self.a(x))
+
+class Dropped(nn.Module):
+    def __init__(self): super().__init__(); self.net = nn.Sequential(mlp(8, 32, 16), nn.Dropout(.5), mlp(16, 4))
+    def forward(self, x): return self.net(x)
+
+class Shared(nn.Module):
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.lin = nn.Linear(8, 8)
+    def forward(self, x): return self.lin(self.lin(x).relu())[:, :4]
+
+
+@pytest.mark.parametrize('make', [Recurrent, Checkpointed, InPlace, Attention, LoRA, Dropped, Shared, lambda: nn.LSTM(8, 4), lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))])
+def test_models_of_many_kinds_are_compared_to_the_end(make):
+    model = make()
+    loss_func = (lambda p, y: MSE(p[0], y)) if isinstance(model, nn.LSTM) else MSE
+    scheme = None if isinstance(model, LoRA) else 'bf16'
+    report = probe_precision(model, data(), loss_func, scheme)
+    assert report.parted is None and not report.faults
+    assert {r.direction for r in report.rows} == {'forward', 'backward', 'weight'}
+    assert {r.name for r in report.rows if r.direction == 'weight'} == {n for n, p in model.named_parameters() if p.requires_grad}
+
+
+def test_a_batch_may_be_a_mapping_and_losses_a_nest():
+    class Named(nn.Module):
+        def __init__(self): super().__init__(); self.lin = mlp(8, 4)
+        def forward(self, x, mask): return dict(out=self.lin(x)*mask)
+    x, y = data()
+    report = probe_precision(Named(), (dict(x=x, mask=torch.ones(16, 1)), y), lambda p, y: [MSE(p['out'], y), p['out'].abs().mean()])
+    assert report.parted is None and not report.faults
+
+
+def test_a_compiled_model_is_looked_at_as_it_was_written():
+    net = mlp(8, 16, 4)
+    plain, compiled = (probe_precision(m, data(), MSE) for m in (net, torch.compile(net)))
+    assert [(r.op, r.name, r.error) for r in plain.rows] == [(r.op, r.name, r.error) for r in compiled.rows]
+
+
+def test_two_players_and_two_optimizers():
+    game = nn.ModuleDict(dict(g=mlp(8, 16, 8), d=mlp(8, 16, 1)))
+    class Play(nn.Module):
+        def __init__(self): super().__init__(); self.players = game
+        def forward(self, z): return game['d'](game['g'](z))
+    report = probe_precision(Play(), (data()[0], torch.ones(16, 1)), F.binary_cross_entropy_with_logits)
+    assert not report.faults and report.parted is None
+
+
+# --- promises ---
+
+def test_nothing_of_the_users_changes():
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4))
+    opt = torch.optim.Adam(net.parameters())
+    net(data()[0]).sum().backward()
+    opt.step()
+    def bits(): return [t.clone() for t in (*net.state_dict().values(), *(p.grad for p in net.parameters()), *(s['exp_avg'] for s in opt.state.values()))]
+    before, random = bits(), torch.get_rng_state()
+    probe_precision(net, data(), MSE, 'bf16 weights', opt=opt)
+    assert all(torch.equal(a, b) for a, b in zip(before, bits())) and torch.equal(random, torch.get_rng_state())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+def test_the_model_runs_twice_and_no_more():
+    runs = []
+    class Counted(nn.Module):
+        def __init__(self): super().__init__(); self.net = mlp(8, 4)
+        def forward(self, x):
+            runs.append(1)
+            return self.net(x)
+    probe_precision(Counted(), data(), MSE)
+    assert len(runs) == 2
+
+
+def test_runs_that_part_are_told():
+    class Branch(nn.Module):
+        def __init__(self): super().__init__(); self.lin = mlp(8, 4)
+        def forward(self, x):
+            h = self.lin(x)
+            return h.exp() if h.dtype == torch.bfloat16 else h.sin()
+    report = probe_precision(Branch(), data(), MSE, 'bf16')
+    assert report.parted == 1 and [r.op for r in report.rows if r.direction == 'forward'] == ['linear']
+
+
+def test_an_error_in_the_model_leaves_no_hooks_and_is_the_users():
+    class Broken(nn.Module):
+        def __init__(self): super().__init__(); self.lin = mlp(8, 4)
+        def forward(self, x): raise KeyError('mine')
+    net = Broken()
+    with pytest.raises(KeyError, match='mine'): probe_precision(net, data(), MSE)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+@pytest.mark.parametrize('scheme', ['bf17', 'fp8', 'bf16 weight', 3])
+def test_an_unknown_scheme_is_named(scheme):
+    with pytest.raises(ValueError, match='bf16 weights') as e: probe_precision(mlp(8, 4), data(), MSE, scheme)
+    assert repr(scheme) in str(e.value)
+
+
+def test_a_sample_is_near_the_whole():
+    net, batch = mlp(64, 512, 4), data(512, 64)
+    few, all_ = (probe_precision(net, batch, MSE, 'bf16', most=n).rows for n in (4096, None))
+    assert [r.op for r in few] == [r.op for r in all_]
+    assert all(a.error == pytest.approx(b.error, rel=.3, abs=1e-3) for a, b in zip(few, all_))
+
+
+def test_the_measure():
+    ref = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) + 700
+    assert relative_error(ref, ref) == 0 and relative_error(ref, quantize(ref, 'bf16')) == pytest.approx(1., abs=.3)
+    assert relative_error(torch.ones(4), torch.full((4,), 1.5)) == .5            # a constant: over its size
+    assert relative_error(ref, torch.full_like(ref, math.inf)) == math.inf
+    masked = torch.tensor([1., 2., -math.inf])
+    assert relative_error(masked, masked) == 0
