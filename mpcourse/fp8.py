@@ -413,7 +413,7 @@ def call(self:Recipe,
     args:tuple, # its arguments
     kwargs:dict, # likewise
 )->object: # what it returns
-    "Call a torch function as within a model that `simulate_fp8` has converted; scales are not delayed"
+    "Call a torch function as within a converted model; scales are not delayed"
     mode = _Products(attention=True)
     with mode.at('', self): return mode.__torch_function__(func, (), args, kwargs)
 
