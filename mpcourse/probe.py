@@ -603,7 +603,7 @@ class ProbeReport:
 @patch
 def table(self:ProbeReport,
     faults:bool=False, # only the rows where an error begins
-)->object:
+)->object: # a DataFrame
     "A pandas DataFrame"
     import pandas as pd
     rows = self.faults if faults else self.rows
@@ -612,7 +612,11 @@ def table(self:ProbeReport,
     return pd.DataFrame([{c: getattr(r, c) for c in columns} for r in rows])
 
 @patch
-def plot(self:ProbeReport, ax=None, label:str='', color:str=CYCLE[0])->object:
+def plot(self:ProbeReport,
+    ax:object=None, # matplotlib axes
+    label:str='', # for a legend
+    color:str=CYCLE[0], # of the line
+)->object: # the axes
     "The error of each tensor, in order, on a log axis; a ring where an error begins"
     import matplotlib.pyplot as plt
     if ax is None: ax = plt.subplots(figsize=(8, 3))[1]
