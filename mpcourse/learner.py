@@ -98,7 +98,7 @@ class MonitorCB(ContextCB):
 @patch
 def switch(self:MixedPrecisionCB,
     scaler:LossScaler|None=None, # the policy from the next batch on; BF16 takes none
-    dtype='fp16', # or 'bf16'
+    dtype:str|torch.dtype='fp16', # or 'bf16'
 ):
     "Change the scheme during a fit, between two batches; accumulated gradients are dropped"
     self.dtype = validate_scheme(dtype, scaler)
