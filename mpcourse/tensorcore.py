@@ -275,52 +275,59 @@ def _octave(x):
 def _ends(e):
     "Lowest and highest exponent of the numbers that are not 0"
     there = e > _ZERO//2
+    if not there.any(): return 0, 0
     return torch.where(there, e, -_ZERO).min().item(), torch.where(there, e, _ZERO).max().item()
 
 class _Peaks:
-    "The largest power of two in each group of products, at least 2^-126"
+    """The largest power of two in each group of products, at least 2^-126
+
+    Exponents are multiplied by eight. Then the largest power outweighs the sum of all others, so
+    a matrix product finds it, which is ten times faster than a maximum over each product."""
     def __init__(self,
         ea, eb, # exponents (batch, m, K) and (batch, K, n)
-        group:int, # products
+        group:int, # products, at most 64
         dtype, # of the result
+        fresh:bool, # does the sum begin at 0?
     ):
-        self.group, self.dtype, self.step = group, dtype, group.bit_length() + 1
+        self.dtype, self.fresh = dtype, fresh
+        ea = ea.unflatten(-1, (-1, group)).transpose(-3, -2).contiguous()
+        eb = eb.unflatten(-2, (-1, group))
         (low_a, high_a), (low_b, high_b) = _ends(ea), _ends(eb)
         self.low = low_a + low_b
-        up = max(self.step*(high_a - low_a), 0)
-        self.by = self._width(up + self.step*(high_b - low_b))
+        up = 8*max(high_a - low_a, 0)
+        self.by = self._width(up + 8*max(high_b - low_b, 0))
         if self.by is not None:
             bias = _BITS[self.by][2]
-            ea = self._raised(ea, low_a, -(up//2))
-            eb = self._raised(eb, low_b, up//2 + 3 - bias)
+            half = up//2
+            ea = self._raised(ea, low_a, -half)
+            eb = self._raised(eb, low_b, half + 8 - bias)
         self.a, self.b = ea, eb
 
     def _width(self, span):
         "The dtype with room for so many powers of two, if there is one"
-        for dtype, room in ((torch.float32, 240), (torch.float64, 2000)):
+        for dtype, room in ((torch.float32, 232), (torch.float64, 2000)):
             if span < room: return dtype
 
     def _raised(self, e, low, shift):
-        e = ((e - low)*self.step + shift).clamp_(min=-_BITS[self.by][2])
+        e = ((e - low)*8 + shift).clamp_(min=-_BITS[self.by][2])
         return _power(e, self.by)
 
-    def __call__(self, tile, rows, columns):
+    def __call__(self, tile, rows, groups):
         "(batch, groups, rows, n)"
-        a, b = self.a[tile, rows, columns], self.b[tile, columns]
-        a = a.unflatten(-1, (-1, self.group)).transpose(-3, -2)
-        b = b.unflatten(-2, (-1, self.group))
-        if self.by is None: top = self._one_by_one(a, b)
-        else:
-            ints, fraction, _ = _BITS[self.by]
-            e = (a @ b).view(ints) >> fraction
-            top = (e - 3).div_(self.step, rounding_mode='floor').add_(self.low)
-            top.masked_fill_(e == 0, -126)
-        return _power(top.clamp_(min=-126), self.dtype)
+        a, b = self.a[tile, groups, rows], self.b[tile, groups]
+        if self.by is None: return _power(self._one_by_one(a, b).clamp_(min=-126), self.dtype)
+        ints, fraction, _ = _BITS[self.by]
+        eighth = (a @ b).view(ints) >> fraction + 3       # 0: no product
+        top = eighth + (self.low - 1)
+        # a sum that groups have made has no bit that a peak of 2^(low - 1) cuts off
+        if not self.fresh: top.masked_fill_(eighth == 0, -126)
+        if self.low <= -126: top.clamp_(min=-126)
+        return _power(top, self.dtype)
 
     def _one_by_one(self, a, b):
-        top = a[..., :, :1] + b[..., :1, :]
-        for k in range(1, self.group):
-            top = torch.maximum(top, a[..., :, k:k+1] + b[..., k:k+1, :])
+        top = a[..., :1] + b[..., :1, :]
+        for k in range(1, a.shape[-1]):
+            top = torch.maximum(top, a[..., k:k+1] + b[..., k:k+1, :])
         return top
 
 # %% ../nbs/23_tensorcore.ipynb #86f4681e
@@ -371,21 +378,21 @@ def _tiles(batch, rows, size):
 
 def _running_sums(a, b, c, ea, eb, core, wide):
     "c + a @ b by the rule, for finite numbers; `wide`: products may leave FP32"
-    group, k = core.group, a.shape[-1]
+    group, groups = core.group, a.shape[-1]//core.group
     exact = torch.float32       # holds each product
     if wide: exact = torch.float64
     dtype = torch.float64       # holds the sum of a group, in units
     if not wide and core.keep and core.bits + 2 + group.bit_length() <= 24: dtype = torch.float32
     a, b, out = a.to(exact), b.to(exact), c.to(dtype, copy=True)
-    peaks = _Peaks(ea, eb, group, dtype)
+    peaks = _Peaks(ea, eb, group, dtype, not c.any())
     room = a.new_empty(max(_AT_ONCE, group*b.shape[-1]))
     for tile, rows in _tiles(*a.shape[:2], group*b.shape[-1]):
         s, left, right = out[tile, rows].clone(), a[tile, rows, :, None], b[tile, None]
         products = room[:s.numel()*group].view(*s.shape[:2], group, -1)
-        for start in range(0, k, 32*group):
-            tops = peaks(tile, rows, slice(start, start + 32*group))
-            for i, top in enumerate(tops.unbind(-3)):
-                now = slice(start + i*group, start + (i + 1)*group)
+        for start in range(0, groups, 32):
+            tops = peaks(tile, rows, slice(start, start + 32))
+            for i, top in enumerate(tops.unbind(1), start):
+                now = slice(i*group, (i + 1)*group)
                 torch.mul(left[:, :, now], right[:, :, now], out=products)
                 s = _add_group_(s, products, top, core, wide)
         out[tile, rows] = s
@@ -521,13 +528,13 @@ def _block_matmul(a, b, core, fmt, scales, c):
 def _nvfp4(a, b, sa, sb, c, core):
     "Sixteen products are added exactly and scaled; four such sums and c are cut and added"
     s = c[None].clone()
-    peaks = _Peaks(_exponent(sa, -6)[None], _exponent(sb, -6)[None], core.group, torch.float64)
+    peaks = _Peaks(_exponent(sa, -6)[None], _exponent(sb, -6)[None], core.group, s.dtype, False)
     for q in range(0, sa.shape[-1], core.group):
         sums = []
         for i in range(q, q + core.group):
             whole = a[:, 16*i:16*i + 16] @ b[16*i:16*i + 16]
             sums.append(whole*sa[:, i, None]*sb[i])
-        top = peaks(slice(0, 1), slice(None), slice(q, q + core.group))[:, 0]
+        top = peaks(slice(0, 1), slice(None), slice(q//core.group, q//core.group + 1))[:, 0]
         s = _add_group_(s, torch.stack(sums, 1)[None], top, core, True)
     return s[0].float() + 0.
 
