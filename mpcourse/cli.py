@@ -277,7 +277,8 @@ def make_parser() -> argparse.ArgumentParser: # knows every sub-command
     sub = p.add_subparsers(dest='command', required=True,
                            metavar='doctor | replay | compare | advise')
     d = sub.add_parser('doctor', help='what this machine can do, and what to use', description=doctor_command.__doc__)
-    d.add_argument('--gpu', action='store_true', help='compare the sums of its tensor cores with the table of chapter 23')
+    d.add_argument('--gpu', action='store_true',
+                   help='compare the sums of its tensor cores with the table of chapter 23')
     d.set_defaults(func=doctor_command)
     add_replay(sub)
     add_compare(sub)

@@ -228,7 +228,8 @@ def core_probe(
     def spread(rows):
         octaves = torch.randint(-5, 6, (rows, k), generator=gen)
         return quantize(torch.randn(rows, k, generator=gen)*2.**octaves, fmt)
-    a, b = spread(16), spread(16)
+    a = spread(16)
+    b = spread(16)
     b[:, 1::2] = -b[:, ::2]             # pairs nearly cancel
     a[:, 1::4] = a[:, ::4]
     return a, b.T
@@ -238,14 +239,16 @@ def cuda_product(
     fmt:str, # as in `CORES`
 ): # a @ b in float32, on the CPU
     "Multiply on the GPU, with sums in FP32"
-    a, b = a.cuda(), b.cuda()
+    a = a.cuda()
+    b = b.cuda()
     if fmt == 'tf32':
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision('high')
         try: return (a @ b).cpu()
         finally: torch.set_float32_matmul_precision(before)
     dtype = getattr(torch, TORCH_NAMES[fmt])
-    a, b = a.to(dtype), b.T.contiguous().to(dtype).T
+    a = a.to(dtype)
+    b = b.T.contiguous().to(dtype).T        # as FP8 products want it
     if fmt in ('fp16', 'bf16'): return torch.mm(a, b, out_dtype=torch.float32).cpu()
     one = torch.ones((), device='cuda')
     return torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=True).cpu()
@@ -258,10 +261,13 @@ def matching_cores(
     for fmt in ('fp16', 'bf16', 'tf32', 'e4m3'):
         a, b = core_probe(fmt)
         try: got = multiply(a, b, fmt)
-        except (RuntimeError, TypeError, ValueError): got = None
-        rows = [gpu for gpu, f, acc in CORES if (f, acc) == (fmt, 'fp32')]
-        if got is not None: rows = [gpu for gpu in rows if same_bits(gpu_matmul(a, b, gpu, fmt), got)]
-        found[fmt] = None if got is None else rows
+        except (RuntimeError, TypeError, ValueError):
+            found[fmt] = None
+            continue
+        found[fmt] = []
+        for gpu, f, acc in CORES:
+            if (f, acc) != (fmt, 'fp32'): continue
+            if same_bits(gpu_matmul(a, b, gpu, fmt), got): found[fmt].append(gpu)
     return found
 
 def core_report(
@@ -271,7 +277,8 @@ def core_report(
     out = []
     for fmt, rows in found.items():
         name = fmt.upper()
-        if rows is None: out.append(f'{name}: this GPU, or this version of torch, cannot multiply it.')
-        elif rows: out.append(f'{name}: every bit is that of {" and ".join(rows)} in mpcourse.tensorcore.CORES.')
-        else: out.append(f'{name}: no row of mpcourse.tensorcore.CORES has the same bits.')
+        if rows is None: said = 'this GPU, or this version of torch, cannot multiply it.'
+        elif rows: said = f'every bit is that of {" and ".join(rows)} in mpcourse.tensorcore.CORES.'
+        else: said = 'no row of mpcourse.tensorcore.CORES has the same bits.'
+        out.append(f'{name}: {said}')
     return out

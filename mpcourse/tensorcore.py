@@ -97,10 +97,12 @@ class _Peaks:
         dtype, # of the result
         fresh:bool, # does the sum begin at 0?
     ):
-        self.dtype, self.fresh = dtype, fresh
+        self.dtype = dtype
+        self.fresh = fresh
         ea = ea.unflatten(-1, (-1, group)).transpose(-3, -2).contiguous()
         eb = eb.unflatten(-2, (-1, group))
-        (low_a, high_a), (low_b, high_b) = _ends(ea), _ends(eb)
+        low_a, high_a = _ends(ea)
+        low_b, high_b = _ends(eb)
         self.low = low_a + low_b
         up = 8*max(high_a - low_a, 0)
         self.by = self._width(up + 8*max(high_b - low_b, 0))
@@ -109,7 +111,8 @@ class _Peaks:
             half = up//2
             ea = self._raised(ea, low_a, -half)
             eb = self._raised(eb, low_b, half + 8 - bias)
-        self.a, self.b = ea, eb
+        self.a = ea
+        self.b = eb
 
     def _width(self, span):
         "The dtype with room for so many powers of two, if there is one"
@@ -122,7 +125,8 @@ class _Peaks:
 
     def __call__(self, tile, rows, groups):
         "(batch, groups, rows, n)"
-        a, b = self.a[tile, groups, rows], self.b[tile, groups]
+        a = self.a[tile, groups, rows]
+        b = self.b[tile, groups]
         if self.by is None: return _power(self._one_by_one(a, b).clamp_(min=-126), self.dtype)
         ints, fraction, _ = _BITS[self.by]
         eighth = (a @ b).view(ints) >> fraction + 3       # 0: no product
@@ -186,16 +190,21 @@ def _tiles(batch, rows, size):
 
 def _running_sums(a, b, c, ea, eb, core, wide):
     "c + a @ b by the rule, for finite numbers; `wide`: products may leave FP32"
-    group, groups = core.group, a.shape[-1]//core.group
+    group = core.group
+    groups = a.shape[-1]//group
     exact = torch.float32       # holds each product
     if wide: exact = torch.float64
     dtype = torch.float64       # holds the sum of a group, in units
     if not wide and core.keep and core.bits + 2 + group.bit_length() <= 24: dtype = torch.float32
-    a, b, out = a.to(exact), b.to(exact), c.to(dtype, copy=True)
+    a = a.to(exact)
+    b = b.to(exact)
+    out = c.to(dtype, copy=True)
     peaks = _Peaks(ea, eb, group, dtype, not c.any())
     room = a.new_empty(max(_AT_ONCE, group*b.shape[-1]))
     for tile, rows in _tiles(*a.shape[:2], group*b.shape[-1]):
-        s, left, right = out[tile, rows].clone(), a[tile, rows, :, None], b[tile, None]
+        s = out[tile, rows].clone()
+        left = a[tile, rows, :, None]
+        right = b[tile, None]
         products = room[:s.numel()*group].view(*s.shape[:2], group, -1)
         for start in range(0, groups, 32):
             tops = peaks(tile, rows, slice(start, start + 32))
@@ -222,9 +231,8 @@ def find_core(
     names = dict.fromkeys(key[0] for key in CORES)
     if gpu not in names:
         raise ValueError(f'There is no row for the GPU {gpu!r}: take one of {", ".join(names)}.')
-    rows = [f'{f} with {s} sums' for g, f, s in CORES if g == gpu]
-    raise ValueError(f'{gpu} has no row for {fmt!r} with sums in {acc!r}: there are '
-                     f'{", ".join(rows)}.')
+    rows = ', '.join(f'{f} with {s} sums' for g, f, s in CORES if g == gpu)
+    raise ValueError(f'{gpu} has no row for {fmt!r} with sums in {acc!r}: there are {rows}.')
 
 def _validate_operand(x, fmt):
     "ValueError if some number of an operand is not in its format"
@@ -239,8 +247,10 @@ def _beyond_fp32(a, b, fmts):
     "May a product be subnormal in FP32, be too large, or have more than 24 bits?"
     if 'fp32' in fmts: return True
     if not {'bf16', 'tf32'} & set(fmts): return False
-    ends = [(x.abs().masked_fill(x == 0, 1.).amin(), x.abs().amax()) for x in (a, b)]
-    return bool(ends[0][0]*ends[1][0] < 2.**-70) or bool(ends[0][1]*ends[1][1] > 2.**100)
+    def smallest(x): return x.abs().masked_fill(x == 0, 1.).amin()
+    low = smallest(a)*smallest(b)
+    high = a.abs().amax()*b.abs().amax()
+    return bool(low < 2.**-70) or bool(high > 2.**100)
 
 def _special(a, b, c):
     "Infinities and NaN of the result by IEEE's rules, and 0 elsewhere; None if all is finite"
@@ -279,7 +289,8 @@ def _validate_promote(promote, core):
 def _promoted(a, b, fmts, core, promote, c=None):
     "`a @ b + c`, whose sum goes into an FP32 sum after `promote` products"
     if promote is None: return _product(a, b, fmts, core, c)
-    total = 0. if c is None else c
+    total = 0.
+    if c is not None: total = c
     for i in range(0, a.shape[-1], promote):
         total = total + _product(a[..., i:i+promote], b[..., i:i+promote, :], fmts, core, None)
     return total
@@ -287,17 +298,20 @@ def _promoted(a, b, fmts, core, promote, c=None):
 def _product(a, b, fmts, core, c):
     "`a @ b + c` for operands of any number of dimensions"
     shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-    a, b = a.detach().float(), b.detach().float()
+    a = a.detach().float()
+    b = b.detach().float()
     if not math.prod(shape): return a.new_zeros(shape)
     if len(shape) == 2: return _product(a[None], b[None], fmts, core, c)[0]
-    c = a.new_zeros(shape) if c is None else c.detach().float().expand(shape)
+    if c is None: c = a.new_zeros(shape)
+    c = c.detach().float().expand(shape)
     special = _special(a, b, c)
     if special is not None: a, b, c = (t.nan_to_num(0., 0., 0.) for t in (a, b, c))
     pad = -a.shape[-1] % core.group
     if not a.shape[-1]: pad = core.group
     a = F.pad(a, (0, pad)).expand(*shape[:-2], -1, -1).flatten(0, -3)
     b = F.pad(b, (0, 0, 0, pad)).expand(*shape[:-2], -1, -1).flatten(0, -3)
-    ea, eb = [_exponent(x, get_format(f).emin) for x, f in zip((a, b), fmts)]
+    ea = _exponent(a, get_format(fmts[0]).emin)
+    eb = _exponent(b, get_format(fmts[1]).emin)
     wide = _beyond_fp32(a, b, fmts)
     out = _running_sums(a, b, c.reshape(-1, *shape[-2:]), ea, eb, core, wide).view(shape)
     if special is not None: out = torch.where(special == 0, out, special)
@@ -318,17 +332,21 @@ def _validate_blocks(a, b, fmt, scales):
                          'and whole groups.')
     for x in (a, b): _validate_operand(x, entries)
 
+def _with_scales(x, scale):
+    "Entries of MXFP8 times their scales, and the sums of their exponents"
+    return x*scale, _exponent(x, get_format('e4m3').emin) + _exponent(scale, -127)
+
 def _block_matmul(a, b, core, fmt, scales, c):
     "`a @ b + c` where blocks of the operands have scales"
     _validate_blocks(a, b, fmt, scales)
     a, b, sa, sb = (x.detach().double() for x in (a, b, *scales))
-    c = a.new_zeros(len(a), b.shape[-1]) if c is None else c.detach().double()
+    if c is None: c = a.new_zeros(len(a), b.shape[-1])
+    c = c.detach().double()
     if fmt == 'nvfp4': return _nvfp4(a, b, sa.abs(), sb.abs(), c, core)
-    emin = get_format('e4m3').emin
-    wide_a, wide_b = sa.repeat_interleave(32, 1), sb.repeat_interleave(32, 0)
-    ea, eb = _exponent(a, emin) + _exponent(wide_a, -127), _exponent(b, emin) + _exponent(wide_b, -127)
-    special = _special(a*wide_a, b*wide_b, c)
-    a, b, c = ((x*s).nan_to_num(0., 0., 0.)[None] for x, s in ((a, wide_a), (b, wide_b), (c, 1.)))
+    a, ea = _with_scales(a, sa.repeat_interleave(32, 1))
+    b, eb = _with_scales(b, sb.repeat_interleave(32, 0))
+    special = _special(a, b, c)
+    a, b, c = (x.nan_to_num(0., 0., 0.)[None] for x in (a, b, c))
     out = _running_sums(a, b, c, ea[None], eb[None], core, True)[0]
     if special is not None: out = torch.where(special == 0, out, special.float())
     return out + 0.
@@ -577,10 +595,15 @@ class as_gpu(OpMode):
         if gpu is not None:
             for f in (fmt, grad): _validate_promote(promote, find_core(gpu, f or 'fp16', acc))
         for f in (fmt, grad):
-            if f in _BLOCKS: raise ValueError(f'as_gpu has one scale for each tensor, and {f!r} has '
-                                              'scales for blocks: take gpu_matmul.')
+            if f in _BLOCKS:
+                raise ValueError(f'as_gpu has one scale for each tensor, and {f!r} has scales for '
+                                 'blocks: take gpu_matmul.')
             if f is not None: get_format(f)
-        self.gpu, self.fmt, self.grad, self.promote, self.acc = gpu, fmt, grad, promote, acc
+        self.gpu = gpu
+        self.fmt = fmt
+        self.grad = grad
+        self.promote = promote
+        self.acc = acc
         self.is_gradient = {}   # storages of operands
 
     def run(self, func, args, kwargs):
@@ -604,16 +627,19 @@ class as_gpu(OpMode):
         """A forward product has no gradient, a backward product has one
 
         Where only one operand is known, the other one is known, too."""
-        refs = [StorageWeakRef(x.untyped_storage()) for x in operands]
-        backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        first, second = [backward and self.is_gradient.get(r) for r in refs]
+        a, b = (StorageWeakRef(x.untyped_storage()) for x in operands)
+        first = second = False
+        if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
+            first = self.is_gradient.get(a)
+            second = self.is_gradient.get(b)
         if first is None and second is not None: first = not second
         if second is None and first is not None: second = not first
         if first is None: return self.fmt, self.fmt
         if len(self.is_gradient) > 1000:
             self.is_gradient = {r: g for r, g in self.is_gradient.items() if not r.expired()}
-        self.is_gradient.update(zip(refs, (first, second)))
-        return [self.grad if g else self.fmt for g in (first, second)]
+        self.is_gradient |= {a: first, b: second}
+        formats = self.fmt, self.grad
+        return formats[first], formats[second]
 
     def _product(self, a, b, fmts):
         a, scale_a = _scaled(a.float(), fmts[0])
