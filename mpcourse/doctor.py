@@ -253,6 +253,7 @@ def cuda_product(
     one = torch.ones((), device='cuda')
     return torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=True).cpu()
 
+# %% ../nbs/91_doctor.ipynb #0ae1974b
 def matching_cores(
     multiply=cuda_product, # (a, b, format) -> a @ b in float32
 ): # format -> the GPUs of `CORES` with the same bits; None: this GPU cannot multiply it

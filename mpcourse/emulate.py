@@ -242,7 +242,9 @@ class emulate_format(no_emulation):
         super().__init__(fmt=fmt, **opts, accumulate=accumulate, chunk=chunk, inputs=inputs,
                          inplace=inplace)
         self.fmt = get_format(fmt)
-        self.chunk, self.inputs, self.inplace = chunk, inputs, inplace
+        self.chunk = chunk
+        self.inputs = inputs
+        self.inplace = inplace
         self._q = _rounder(self.fmt, **opts)
         self._acc = None
         if accumulate is not None: self._acc = _rounder(get_format(accumulate), **opts)

@@ -243,6 +243,8 @@ def _validate_operand(x, fmt):
         raise ValueError(f'{finite[off][0].item()!r} is no number of {fmt}: cast the operands '
                          'first, with quantize or as_gpu.')
 
+# %% ../nbs/23_tensorcore.ipynb #d0989402
+#| code-fold: true
 def _beyond_fp32(a, b, fmts):
     "May a product be subnormal in FP32, be too large, or have more than 24 bits?"
     if 'fp32' in fmts: return True
@@ -261,25 +263,6 @@ def _special(a, b, c):
 
 # %% ../nbs/23_tensorcore.ipynb #9f059463
 #| code-fold: true
-def gpu_matmul(
-    a:Tensor, # (…, m, K), numbers of its format
-    b:Tensor, # (…, K, n)
-    gpu='H100', # name in `CORES`, or a `Core`
-    fmt='e4m3', # of the operands, or a pair; 'fp32': as they are, for comparison, with a `Core`
-    promote:int|None=None, # products after which the sum goes into an FP32 sum; a multiple of group
-    c:Tensor|None=None, # (…, m, n), float32: where the sum begins; None: 0
-    acc:str='fp32', # format of the sums: 'fp32' or 'fp16'
-    scales:tuple|None=None, # of 'mxfp8' and 'nvfp4': (m, K/32), (K/32, n); 16 for nvfp4
-)->Tensor: # (…, m, n), float32
-    "`a @ b` with the sums of a GPU's tensor core. The groups follow each other in order"
-    if fmt in _BLOCKS: return _block_matmul(a, b, find_core(gpu, fmt, acc), fmt, scales, c)
-    fmts = (fmt, fmt) if isinstance(fmt, str) else fmt
-    core = find_core(gpu, fmts[0], acc)
-    find_core(gpu, fmts[1], acc)
-    for x, f in zip((a, b), fmts): _validate_operand(x, f)
-    _validate_promote(promote, core)
-    return _promoted(a, b, fmts, core, promote, c)
-
 def _validate_promote(promote, core):
     "ValueError if FP32 cannot take over after so many products"
     if promote is not None and (promote < 1 or promote % core.group):
@@ -317,6 +300,27 @@ def _product(a, b, fmts, core, c):
     if special is not None: out = torch.where(special == 0, out, special)
     return out + 0.     # a sum of nothing is +0
 
+# %% ../nbs/23_tensorcore.ipynb #ef2acd56
+#| code-fold: true
+def gpu_matmul(
+    a:Tensor, # (…, m, K), numbers of its format
+    b:Tensor, # (…, K, n)
+    gpu='H100', # name in `CORES`, or a `Core`
+    fmt='e4m3', # of the operands, or a pair; 'fp32': as they are, for comparison, with a `Core`
+    promote:int|None=None, # products after which the sum goes into an FP32 sum; a multiple of group
+    c:Tensor|None=None, # (…, m, n), float32: where the sum begins; None: 0
+    acc:str='fp32', # format of the sums: 'fp32' or 'fp16'
+    scales:tuple|None=None, # of 'mxfp8' and 'nvfp4': (m, K/32), (K/32, n); 16 for nvfp4
+)->Tensor: # (…, m, n), float32
+    "`a @ b` with the sums of a GPU's tensor core. The groups follow each other in order"
+    if fmt in _BLOCKS: return _block_matmul(a, b, find_core(gpu, fmt, acc), fmt, scales, c)
+    fmts = (fmt, fmt) if isinstance(fmt, str) else fmt
+    core = find_core(gpu, fmts[0], acc)
+    find_core(gpu, fmts[1], acc)
+    for x, f in zip((a, b), fmts): _validate_operand(x, f)
+    _validate_promote(promote, core)
+    return _promoted(a, b, fmts, core, promote, c)
+
 # %% ../nbs/23_tensorcore.ipynb #5d0b8217
 #| code-fold: true
 def _validate_blocks(a, b, fmt, scales):
@@ -351,6 +355,8 @@ def _block_matmul(a, b, core, fmt, scales, c):
     if special is not None: out = torch.where(special == 0, out, special.float())
     return out + 0.
 
+# %% ../nbs/23_tensorcore.ipynb #fc89fa48
+#| code-fold: true
 def _nvfp4(a, b, sa, sb, c, core):
     "Sixteen products are added exactly and scaled; four such sums and c are cut and added"
     s = c[None].clone()
@@ -566,6 +572,13 @@ _UNKNOWN = (
     'convolution with F.unfold, and run attention under '
     'torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).')
 
+def _validate_fmt(fmt):
+    "ValueError if as_gpu cannot cast to a format"
+    if fmt in _BLOCKS:
+        raise ValueError(f'as_gpu has one scale for each tensor, and {fmt!r} has scales for blocks: '
+                         'take gpu_matmul.')
+    if fmt is not None: get_format(fmt)
+
 def _scaled(x, fmt):
     "Entries in the format, and what divided them: the largest entry over the largest number in FP8"
     if fmt == 'fp32': return x, 1.
@@ -594,11 +607,7 @@ class as_gpu(OpMode):
         grad = grad or {'e4m3': 'e5m2'}.get(fmt, fmt)
         if gpu is not None:
             for f in (fmt, grad): _validate_promote(promote, find_core(gpu, f or 'fp16', acc))
-        for f in (fmt, grad):
-            if f in _BLOCKS:
-                raise ValueError(f'as_gpu has one scale for each tensor, and {f!r} has scales for '
-                                 'blocks: take gpu_matmul.')
-            if f is not None: get_format(f)
+        for f in (fmt, grad): _validate_fmt(f)
         self.gpu = gpu
         self.fmt = fmt
         self.grad = grad
@@ -624,9 +633,7 @@ class as_gpu(OpMode):
         return out.resize_(res.shape).copy_(res)
 
     def _formats(self, operands):
-        """A forward product has no gradient, a backward product has one
-
-        Where only one operand is known, the other one is known, too."""
+        "A forward product has no gradient, a backward one has one: one known operand tells both"
         a, b = (StorageWeakRef(x.untyped_storage()) for x in operands)
         first = second = False
         if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
