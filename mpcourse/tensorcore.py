@@ -629,8 +629,7 @@ class as_gpu(OpMode):
         res = matrix_product(name, args, kwargs, partial(self._product, fmts=fmts))
         if fmts[0] in ('fp16', 'bf16'): res = quantize(res, fmts[0], overflow='inf').to(dtype)
         if not func._schema.is_mutable: return res
-        out = kwargs.get('out', args[0])
-        return out.resize_(res.shape).copy_(res)
+        return kwargs.get('out', args[0]).resize_(res.shape).copy_(res)
 
     def _formats(self, operands):
         "A forward product has no gradient, a backward one has one: one known operand tells both"
