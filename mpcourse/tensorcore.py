@@ -632,7 +632,7 @@ class as_gpu(OpMode):
         return kwargs.get('out', args[0]).resize_(res.shape).copy_(res)
 
     def _formats(self, operands):
-        "A forward product has no gradient, a backward one has one: one known operand tells both"
+        "A backward product has one gradient: where one operand is known, both are"
         a, b = (StorageWeakRef(x.untyped_storage()) for x in operands)
         first = second = False
         if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
