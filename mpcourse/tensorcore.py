@@ -575,8 +575,8 @@ _UNKNOWN = (
 def _validate_fmt(fmt):
     "ValueError if as_gpu cannot cast to a format"
     if fmt in _BLOCKS:
-        raise ValueError(f'as_gpu has one scale for each tensor, and {fmt!r} has scales for blocks: '
-                         'take gpu_matmul.')
+        raise ValueError(f'as_gpu has one scale for each tensor, and {fmt!r} has scales for '
+                         'blocks: take gpu_matmul.')
     if fmt is not None: get_format(fmt)
 
 def _scaled(x, fmt):

@@ -195,6 +195,12 @@ def test_zeros_and_empty_sums(gpu, fmt):
     assert same_bits(gpu_matmul(a[:, :0], b[:0], gpu, fmt), torch.zeros(2, 3))
 
 
+def test_products_far_below_fp32_are_cut_one_by_one():
+    "The unit is never below 2^(-126 - F), so eight products of 2^-152 are nothing, though their sum is an FP32 number"
+    a, b = torch.full((1, 8), 2.**-76), torch.full((8, 1), 2.**-76)
+    assert gpu_matmul(a, b, 'A100', 'bf16').item() == 0 and gpu_matmul(a, 4*b, 'A100', 'bf16').item() == 2.**-147
+
+
 def test_order_matters_between_groups_alone():
     gen = torch.Generator().manual_seed(0)
     a, b = drawn('e4m3', (4, 256), 3, gen), drawn('e4m3', (256, 4), 3, gen)
