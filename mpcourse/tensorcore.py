@@ -68,10 +68,10 @@ def _exponent(x, emin):
     e = (x.view(ints) >> fraction & 2*bias + 1).sub_(bias).clamp_(min=emin)
     return e.masked_fill_(x == 0, _ZERO)
 
-def _power(e, dtype):
-    "2^e; the exponent field is written, nothing is computed"
+def _power_(e, dtype):
+    "2^e; the exponent field is written, nothing is computed. May overwrite e"
     ints, fraction, bias = _BITS[dtype]
-    return (e.to(ints) + bias << fraction).view(dtype)
+    return e.to(ints).add_(bias).bitwise_left_shift_(fraction).view(dtype)
 
 def _octave(x):
     "The power of two at or below |x|, 0 for zero and subnormals of x's dtype"
@@ -120,21 +120,21 @@ class _Peaks:
             if span < room: return dtype
 
     def _raised(self, e, low, shift):
-        e = ((e - low)*8 + shift).clamp_(min=-_BITS[self.by][2])
-        return _power(e, self.by)
+        e = (e - low).mul_(8).add_(shift).clamp_(min=-_BITS[self.by][2])
+        return _power_(e, self.by)
 
     def __call__(self, tile, rows, groups):
         "(batch, groups, rows, n)"
         a = self.a[tile, groups, rows]
         b = self.b[tile, groups]
-        if self.by is None: return _power(self._one_by_one(a, b).clamp_(min=-126), self.dtype)
+        if self.by is None: return _power_(self._one_by_one(a, b).clamp_(min=-126), self.dtype)
         ints, fraction, _ = _BITS[self.by]
-        eighth = (a @ b).view(ints) >> fraction + 3       # 0: no product
-        top = eighth + (self.low - 1)
+        top = (a @ b).view(ints).bitwise_right_shift_(fraction + 3)     # 0: no product
         # a sum that groups have made has no bit that a peak of 2^(low - 1) cuts off
-        if not self.fresh: top.masked_fill_(eighth == 0, -126)
+        if not self.fresh: top.masked_fill_(top == 0, -125 - self.low)
+        top.add_(self.low - 1)
         if self.low <= -126: top.clamp_(min=-126)
-        return _power(top, self.dtype)
+        return _power_(top, self.dtype)
 
     def _one_by_one(self, a, b):
         top = a[..., :1] + b[..., :1, :]
@@ -291,8 +291,9 @@ def _product(a, b, fmts, core, c):
     if special is not None: a, b, c = (t.nan_to_num(0., 0., 0.) for t in (a, b, c))
     pad = -a.shape[-1] % core.group
     if not a.shape[-1]: pad = core.group
-    a = F.pad(a, (0, pad)).expand(*shape[:-2], -1, -1).flatten(0, -3)
-    b = F.pad(b, (0, 0, 0, pad)).expand(*shape[:-2], -1, -1).flatten(0, -3)
+    # a stride other than 1 would triple the time
+    a = F.pad(a, (0, pad)).expand(*shape[:-2], -1, -1).flatten(0, -3).contiguous()
+    b = F.pad(b, (0, 0, 0, pad)).expand(*shape[:-2], -1, -1).flatten(0, -3).contiguous()
     ea = _exponent(a, get_format(fmts[0]).emin)
     eb = _exponent(b, get_format(fmts[1]).emin)
     wide = _beyond_fp32(a, b, fmts)

@@ -60,7 +60,7 @@ M = [Mutant(*row) for row in (
     ('callback', 'if alone and not named: return', 'pass', 'callback', 'cancelled_backward'),
     ('step', 'self.buffers.restore(found)', 'pass', 1, 'buffers'),
     ('tensorcore', 'with torch._C.DisableTorchFunctionSubclass():', 'if True:', 2, 'every_loss'),
-    ('tensorcore', "if not self.fresh: top.masked_fill_(eighth == 0, -126)", 'pass', 'tensorcore', 'loop or zeros'),
+    ('tensorcore', "if not self.fresh: top.masked_fill_(top == 0, -125 - self.low)", 'pass', 'tensorcore', 'loop or zeros'),
     ('tensorcore', 'if self.low <= -126: top.clamp_(min=-126)', 'pass', 'tensorcore', 'below_fp32'),
     ('tensorcore', "unit.clamp_(max=torch.finfo(unit.dtype).max)", 'pass', 'tensorcore', 'loop or infinities'),
     ('tensorcore', 'return torch.where(s.abs() >= 2.**128, s*torch.inf, out)', 'return out', 'tensorcore', 'loop'),
