@@ -41,4 +41,4 @@ def bench_two_heads():
     return rows('two heads', two_heads, x, y, heads_loss, {})
 
 
-BOUND = {'H100 FP8': 25}     # 20 on an idle machine; what bounds it are three passes over each product
+BOUND = {'H100 FP8': 25}    # CPU time: 20 times FP32's; three passes over each product and Python's calls bound it
