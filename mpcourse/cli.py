@@ -12,11 +12,15 @@ from pathlib import Path
 
 # %% ../nbs/92_cli.ipynb #8ae42da3
 def doctor_command(
-    args: argparse.Namespace, # none are needed
+    args: argparse.Namespace, # gpu
 ) -> int: # 0
     "Say what this machine can do in 16 and 8 bits, and what to use on it"
-    from mpcourse.doctor import doctor
+    from mpcourse.doctor import core_report, doctor, has_cuda, matching_cores
+    if args.gpu and not has_cuda():
+        raise RequestError('torch sees no NVIDIA GPU here, and --gpu compares its sums with the '
+                           'table of chapter 23: run it on a machine that has one.')
     doctor()
+    if args.gpu: print('', *core_report(matching_cores()), sep='\n')
     return 0
 
 # %% ../nbs/92_cli.ipynb #40cfa904
@@ -344,9 +348,10 @@ def make_parser() -> argparse.ArgumentParser: # knows every sub-command
     sub = p.add_subparsers(dest='command', required=True,
                            metavar='doctor | replay | compare | advise | probe')
     d = sub.add_parser(
-        'doctor',
-        help='what this machine can do, and what to use',
+        'doctor', help='what this machine can do, and what to use',
         description=doctor_command.__doc__)
+    d.add_argument('--gpu', action='store_true',
+                   help='compare the sums of its tensor cores with the table of chapter 23')
     d.set_defaults(func=doctor_command)
     add_replay(sub)
     add_compare(sub)

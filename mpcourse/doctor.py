@@ -14,6 +14,10 @@ from pathlib import Path
 # %% ../nbs/91_doctor.ipynb #265427cc
 import torch
 
+from .formats import same_bits
+from .rounding import quantize
+from .tensorcore import CORES, gpu_matmul
+
 # %% ../nbs/91_doctor.ipynb #1ed72fda
 def version(
     name: str, # a distribution, as pip knows it
@@ -221,3 +225,69 @@ def doctor() -> Report: # what was printed, as a `Report`
     print()
     for sentence in r.advice: print(sentence)
     return r
+
+# %% ../nbs/91_doctor.ipynb #876bf66c
+def core_probe(
+    fmt:str, # of the operands, as in `CORES`
+    k:int=64, # products in a sum: several groups
+): # a (16, k) and b (k, 16), float32 numbers of the format
+    "Operands over whose products tensor cores disagree"
+    gen = torch.Generator().manual_seed(0)
+    def spread(rows):
+        octaves = torch.randint(-5, 6, (rows, k), generator=gen)
+        return quantize(torch.randn(rows, k, generator=gen)*2.**octaves, fmt)
+    a = spread(16)
+    b = spread(16)
+    b[:, 1::2] = -b[:, ::2]             # pairs nearly cancel
+    a[:, 1::4] = a[:, ::4]
+    return a, b.T
+
+def cuda_product(
+    a, b, # float32 numbers of the format
+    fmt:str, # as in `CORES`
+): # a @ b in float32, on the CPU
+    "Multiply on the GPU, with sums in FP32"
+    a = a.cuda()
+    b = b.cuda()
+    if fmt == 'tf32':
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision('high')
+        try: return (a @ b).cpu()
+        finally: torch.set_float32_matmul_precision(before)
+    dtype = getattr(torch, TORCH_NAMES[fmt])
+    a = a.to(dtype)
+    b = b.T.contiguous().to(dtype).T        # as FP8 products want it
+    if fmt in ('fp16', 'bf16'): return torch.mm(a, b, out_dtype=torch.float32).cpu()
+    one = torch.ones((), device='cuda')
+    return torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=True).cpu()
+
+# %% ../nbs/91_doctor.ipynb #0ae1974b
+def matching_cores(
+    multiply=cuda_product, # (a, b, format) -> a @ b in float32
+): # format -> the GPUs of `CORES` with the same bits; None: this GPU cannot multiply it
+    "Which rows of `CORES` a GPU computes"
+    found = {}
+    for fmt in ('fp16', 'bf16', 'tf32', 'e4m3'):
+        a, b = core_probe(fmt)
+        try: got = multiply(a, b, fmt)
+        except (RuntimeError, TypeError, ValueError):
+            found[fmt] = None
+            continue
+        found[fmt] = []
+        for gpu, f, acc in CORES:
+            if (f, acc) != (fmt, 'fp32'): continue
+            if same_bits(gpu_matmul(a, b, gpu, fmt), got): found[fmt].append(gpu)
+    return found
+
+def core_report(
+    found:dict, # of `matching_cores`
+): # sentences
+    "What the comparison found, in words"
+    out = []
+    for fmt, rows in found.items():
+        name = fmt.upper()
+        if rows is None: said = 'this GPU, or this version of torch, cannot multiply it.'
+        elif rows: said = f'every bit is that of {" and ".join(rows)} in mpcourse.tensorcore.CORES.'
+        else: said = 'no row of mpcourse.tensorcore.CORES has the same bits.'
+        out.append(f'{name}: {said}')
+    return out

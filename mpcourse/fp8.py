@@ -19,12 +19,11 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .emulate import is_product
 from .formats import e8m0, get_format
 from .half import validate_not_scripted
 from .rounding import quantize
 from .scaler import LossScaler
-from .tensorcore import is_composite, decompose, WHOLE_LAYERS
+from .tensorcore import WHOLE_LAYERS, decompose, is_composite, is_product
 
 # %% ../nbs/27_fp8.ipynb #d8f295c8
 def no_scale(

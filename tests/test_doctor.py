@@ -52,3 +52,41 @@ def test_speed_of_what_cannot_multiply_is_nan(monkeypatch):
     def refuse(dtype, *args): raise RuntimeError('not implemented')
     monkeypatch.setattr(M, 'step_seconds', refuse)
     assert M.in_words(M.speed_ratio(torch.float16)) == 'cannot multiply'
+
+
+# --- which sums a GPU computes; a row stands for the GPU ---
+
+SAME = {'V100': {'V100'}, 'A100': {'A100', 'RTX 4090'}, 'RTX 4090': {'A100', 'RTX 4090'}, 'H100': {'H100', 'B200'}, 'B200': {'H100', 'B200'}}
+
+
+@pytest.mark.parametrize('gpu', list(SAME))
+def test_a_row_is_recognised_by_its_bits(gpu):
+    found = M.matching_cores(lambda a, b, fmt: M.gpu_matmul(a, b, gpu, fmt))
+    for fmt, rows in found.items():
+        if (gpu, fmt, 'fp32') not in M.CORES: assert rows is None
+        elif fmt == 'e4m3': assert rows == [gpu]
+        else: assert set(rows) == {g for g in SAME[gpu] if (g, fmt, 'fp32') in M.CORES}
+
+
+def test_sums_that_are_in_no_row_and_formats_that_cannot_be_multiplied():
+    def exact(a, b, fmt):
+        if fmt == 'e4m3': raise RuntimeError('no FP8 on this device')
+        return (a.double() @ b.double()).float()
+    found = M.matching_cores(exact)
+    assert found == dict(fp16=[], bf16=[], tf32=[], e4m3=None)
+    words = M.core_report(found)
+    assert 'no row' in words[0] and 'cannot multiply' in words[3] and all(s.endswith('.') for s in words)
+
+
+def test_without_a_gpu_the_command_says_so():
+    if torch.cuda.is_available(): pytest.skip('there is a GPU')
+    r = subprocess.run([sys.executable, '-c', "import sys; from mpcourse.cli import main; sys.exit(main(['doctor', '--gpu']))"], capture_output=True, text=True)
+    assert r.returncode == 2 and 'sees no NVIDIA GPU' in r.stdout + r.stderr
+
+
+def test_the_command_prints_what_the_gpu_is(monkeypatch, capsys):
+    from mpcourse import cli
+    monkeypatch.setattr(M, 'has_cuda', lambda: True)
+    monkeypatch.setattr(M, 'doctor', lambda: None)
+    monkeypatch.setattr(M, 'matching_cores', lambda: dict(e4m3=['H100']))
+    assert cli.main(['doctor', '--gpu']) == 0 and 'E4M3: every bit is that of H100' in capsys.readouterr().out

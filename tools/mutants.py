@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {'1': 'promises/test_1_no_nan', '2': 'promises/test_2_fp32', '3': 'promises/test_3_resume', '4': 'promises/test_4_ranks',
          '5': 'promises/test_5_gradscaler', '6': 'promises/test_6_conversions', '7': 'promises/test_7_arguments',
-         **{n: f'test_{n}' for n in 'scaler step callback checkpoint dynamic policies gradscaler als layerwise accumulate distributed monitor underflow overflow fp8 fourbits'.split()}}    # a promise, or a chapter's own tests
+         **{n: f'test_{n}' for n in 'scaler step callback checkpoint dynamic policies gradscaler als layerwise accumulate distributed monitor underflow overflow fp8 fourbits tensorcore'.split()}}    # a promise, or a chapter's own tests
 OTHERS = ('fastai.basics', 'fastai.callback.schedule', 'fastai.callback.fp16', 'fastai.callback.tracker', 'pandas', 'pytest',
           'sklearn.datasets', 'matplotlib.pyplot', 'torch._dynamo', 'torch.distributed', 'ipywidgets', 'scipy.special', 'hypothesis',
           'pytest_timeout', 'pytest_rerunfailures', 'pydoc_data.topics', 'unittest.mock')   # imported once, before all tests
@@ -60,6 +60,12 @@ M = [Mutant(*row) for row in (
     ('callback', 'if alone and not named: return', 'pass', 'callback', 'cancelled_backward'),
     ('step', 'self.buffers.restore(found)', 'pass', 1, 'buffers'),
     ('tensorcore', 'with torch._C.DisableTorchFunctionSubclass():', 'if True:', 2, 'every_loss'),
+    ('tensorcore', "if not self.fresh: top.masked_fill_(top == 0, -125 - self.low)", 'pass', 'tensorcore', 'loop or zeros'),
+    ('tensorcore', 'if self.low <= -126: top.clamp_(min=-126)', 'pass', 'tensorcore', 'below_fp32'),
+    ('tensorcore', "unit.clamp_(max=torch.finfo(unit.dtype).max)", 'pass', 'tensorcore', 'loop or infinities'),
+    ('tensorcore', 'return torch.where(s.abs() >= 2.**128, s*torch.inf, out)', 'return out', 'tensorcore', 'loop'),
+    ('tensorcore', 'if first is None and second is not None: first = not second', 'pass', 'tensorcore', 'layer_forward'),
+    ('tensorcore', "('H100', 'e4m3 e5m2', 'fp32', 32, 13, 13,", "('H100', 'e4m3 e5m2', 'fp32', 32, 14, 13,", 'tensorcore', 'real_gpus'),
     ('layerwise', 'kept.restore(torch.ones(()))', 'pass', 'layerwise', 'spectral'),
     ('step', 'self._stepped = not self.found_inf.item() > 0', 'self._stepped = True', 'step', 'leaves_every_bit'),
     ('step', '(outcome.found_inf > 0).float()', '(outcome.found_inf > 9).float()', 'step', 'leaves_every_bit'),
