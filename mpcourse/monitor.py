@@ -581,6 +581,15 @@ def read_jsonl(
 
 # %% ../nbs/15_monitor.ipynb #18m0064b
 #| code-fold: true
+def _scalars(rows):
+    "{name: number} of a collection; NaN is left out"
+    found = dict(scale=rows[0]['scale'])
+    for r in rows:
+        for k, v in r.items():
+            if not isinstance(v, float) or v != v or k == 'scale': continue
+            found[f"{r['kind']}.{k}/{r['name']}"] = v
+    return found
+
 class TensorBoardWriter:
     "Writes scalars and histograms of log2 |x|; needs `pip install mpcourse[tensorboard]`"
     def __init__(self,
@@ -592,11 +601,8 @@ class TensorBoardWriter:
     def __call__(self, step, rows):
         from torch.utils.tensorboard import SummaryWriter
         self.board = self.board or SummaryWriter(self.folder)
-        self.board.add_scalar('scale', rows[0]['scale'], step)
+        for name, v in _scalars(rows).items(): self.board.add_scalar(name, v, step)
         for r in rows:
-            for k, v in r.items():
-                if not isinstance(v, float) or v != v or k == 'scale': continue
-                self.board.add_scalar(f"{r['kind']}.{k}/{r['name']}", v, step)
             if 'hist' not in r: continue
             name = f"{r['kind']}.log2/{r['name']}"
             self.board.add_histogram_raw(name, **_buckets(r['hist']), global_step=step)
@@ -613,6 +619,16 @@ def _buckets(h):
         min=edges[0], max=edges[-1], num=n.sum().item(), sum=(n*middle).sum().item(),
         sum_squares=(n*middle.square()).sum().item(), bucket_limits=edges,
         bucket_counts=[0., *n.tolist()])
+
+# %% ../nbs/15_monitor.ipynb #35018e9d
+class MetricsWriter:
+    "Hands each collection to a function that takes a dict: `wandb.log`, `mlflow.log_metrics`"
+    def __init__(self,
+        log:Callable, # (dict of numbers, step=number of the step)
+    ):
+        self.log = log
+
+    def __call__(self, step, rows): self.log(_scalars(rows), step=step)
 
 # %% ../nbs/15_monitor.ipynb #18m0064c
 #| code-fold: true

@@ -1,5 +1,5 @@
 "The one hook mechanism, the statistics, the collector, its writers and the callback"
-import copy, gc, io, json, math, pickle, random, subprocess, sys, warnings, weakref
+import copy, gc, io, json, math, pickle, random, re, subprocess, sys, warnings, weakref
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from mpcourse.emulate import emulate_format
 from mpcourse.gradscaler import GradScaler
 from mpcourse.layerwise import LayerwiseScaler
 from mpcourse.learner import MonitorCB
-from mpcourse.monitor import (TENSOR_KINDS, STATISTICS, JsonlWriter, TensorBoardWriter, TensorCollector, TensorHooks,
+from mpcourse.monitor import (TENSOR_KINDS, STATISTICS, JsonlWriter, MetricsWriter, TensorBoardWriter, TensorCollector, TensorHooks,
                               counts_to_hist, match_names, octave_counts, open_writer, read_jsonl, tensor_stats)
 from mpcourse.overflow import OverflowWatch
 from mpcourse.plots import log2_hist
@@ -599,6 +599,25 @@ os._exit(1)"""
     model = small()
     with TensorCollector(model, every=1, writers=path) as c: train(model, c, 1)
     assert len(read_jsonl(path)) == n - 1 + len(c.records)
+
+
+def test_clients_that_take_a_dict():
+    "wandb.log(data, step=None, commit=None), mlflow.log_metrics(metrics, step=None, synchronous=None), and the names that MLflow takes"
+    seen = []
+    def wandb_log(data, step=None, commit=None): seen.append((step, data))
+    def mlflow_log_metrics(metrics, step=None, synchronous=None, run_id=None):
+        assert all(re.fullmatch(r'[\w\-. :/]+', name) for name in metrics)
+        wandb_log(metrics, step)
+    lin = nn.Linear(2, 3)
+    with TensorCollector(lin, every=2, stats=('norm', 'hist'), scaler=4., writers=[MetricsWriter(wandb_log), MetricsWriter(mlflow_log_metrics)]) as c:
+        for _ in range(3):
+            lin.zero_grad()
+            loss = lin(torch.ones(5, 2)).sum()
+            (4*loss).backward()
+            c.step(loss)
+    assert [step for step, _ in seen] == [0, 0, 2, 2] and seen[0] == seen[1]
+    numbers = seen[0][1]
+    assert numbers['scale'] == 4 and numbers['weight_grad.norm/weight'] == pytest.approx(5*6**.5) and not any('hist' in n for n in numbers)
 
 
 def test_tensorboard(tmp_path):
