@@ -201,6 +201,18 @@ def test_products_far_below_fp32_are_cut_one_by_one():
     assert gpu_matmul(a, b, 'A100', 'bf16').item() == 0 and gpu_matmul(a, 4*b, 'A100', 'bf16').item() == 2.**-147
 
 
+def test_a_sum_that_left_fp32_stays_infinite():
+    a = torch.tensor([[2.**100]*8 + [-2.**100]*8])
+    assert gpu_matmul(a, torch.full((16, 1), 2.**100), 'A100', 'bf16').item() == torch.inf
+    assert gpu_matmul(-a, torch.full((16, 1), 2.**100), 'A100', 'bf16').item() == -torch.inf
+
+
+def test_a_group_of_zeros_keeps_every_bit_of_the_sum():
+    c = torch.full((2, 1), 2.**-60*(1 + 2.**-23))
+    out = gpu_matmul(torch.tensor([[0.]*8, [1.]*8]), torch.ones(8, 1), 'A100', 'fp16', c=c)
+    assert out[0] == c[0] and out[1] == 8
+
+
 def test_order_matters_between_groups_alone():
     gen = torch.Generator().manual_seed(0)
     a, b = drawn('e4m3', (4, 256), 3, gen), drawn('e4m3', (256, 4), 3, gen)
