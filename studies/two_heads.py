@@ -1,12 +1,14 @@
 """Does FP16 keep a second head, whose loss has a small weight, from learning? (README, chapters 03, 04, 08 and 10)
 
 A row is a way to train the net that reads a digit and draws it, with Adam, 150 steps of 256 digits. The drawing's
-loss has a weight of .01; in the row *weight 1* it has a weight of 1.
+loss has a weight of .01; in the row *weight 1* it has a weight of 1. The row *dynamic, no headroom* begins with the
+scale of *measured, no headroom* and follows torch's rule.
 """
 from functools import partial
 
 import torch
 
+from mpcourse.dynamic import DynamicScaler
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fp32_accumulate
@@ -15,7 +17,8 @@ from mpcourse.toys import batches, drawings, fit, heads_loss, heads_score, plain
 STEPS = {'FP32': lambda: plain_step, 'FP16, scale 1': lambda: MixedStep(StaticScaler(1.)),
          'FP16, scale 2^12': lambda: MixedStep(StaticScaler(2.**12)), 'FP32, only the flush': lambda: plain_step,
          'FP16, scale 1, weight 1': lambda: MixedStep(StaticScaler(1.))}
-TARGETS = {'FP16, measured': 2.**10, 'FP16, measured, no headroom': 2.**15}
+DYNAMIC = 'FP16, dynamic, no headroom'
+TARGETS = {'FP16, measured': 2.**10, 'FP16, measured, no headroom': 2.**15, DYNAMIC: 2.**15}
 ROWS = [*STEPS, *TARGETS]
 SEEDS = range(10)
 
@@ -40,7 +43,9 @@ def run(row, seed):
     if row == 'FP32, only the flush': flush_gradients(model)
     if row in TARGETS:
         first = next(batches(data, 256, 1, seed))
-        step = MixedStep(StaticScaler.measured(model, first, loss_func, TARGETS[row]))
+        scaler = StaticScaler.measured(model, first, loss_func, TARGETS[row])
+        if row == DYNAMIC: scaler = DynamicScaler(scaler.scale.item())
+        step = MixedStep(scaler)
     else: step = STEPS[row]()
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
     with fp32_accumulate(): history = fit(model, batches(data, 256, 150, seed), opt, loss_func, step)
