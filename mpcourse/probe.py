@@ -88,13 +88,12 @@ def relative_error(
     low:Tensor, # the same entries, in few bits
 )->float: # rms of the difference, over the standard deviation of `ref`; inf where entries broke
     "How large an error is beside what a tensor has to say"
-    finite = ref.isfinite()
-    ref, low = ref[finite].double(), low[finite].double()
-    if ref.numel() < 2: return 0.
+    compared = ref.isfinite() & (ref > -1e8)                # a mask may become minus infinity
+    ref, low = ref[compared].double(), low[compared].double()
+    if not ref.numel(): return 0.
     if not low.isfinite().all(): return math.inf
-    rms = ref.square().mean().sqrt()
-    unit = ref.std()
-    if unit < 1e-6*rms: unit = rms                          # a constant tensor
+    rms = unit = ref.square().mean().sqrt()
+    if ref.numel() > 1 and ref.std() > 1e-6*rms: unit = ref.std()      # not of a constant
     error = (low - ref).square().mean().sqrt()
     if error == 0: return 0.
     return (error/unit).item()
@@ -121,6 +120,7 @@ class Row:
     limit:float=0. # share at the largest number of a half format, or infinite, or NaN
     spacings:float=math.inf # of the low format at the mean, in one standard deviation
     own:float|None=None # error of this op alone, with rounded inputs; None: not looked at
+    noise:bool=False # is it zero in FP32, too, but for rounding?
     still:float=0. # share of a state, or of weights, that should have moved and did not
     distinct:tuple=() # of a cast: how many different numbers went in, and came out
     kind:str='' # of the fault, if the error begins here
@@ -150,8 +150,9 @@ def compared(
 )->Row:
     "Compare the entries of a tensor"
     row = Row(direction, op, name, place, relative_error(ref, low), carried)
-    if dtype in HALVES: row.limit = share_of(low.abs() >= torch.finfo(dtype).max, ref.isfinite())
-    row.limit = max(row.limit, share_of(~low.isfinite(), ref.isfinite()))
+    numbers = ref.isfinite() & (ref > -1e8)
+    if dtype in HALVES: row.limit = share_of(low.abs() >= torch.finfo(dtype).max, numbers)
+    row.limit = max(row.limit, share_of(~low.isfinite(), numbers))
     row.flushed = share_of(low == 0, ref != 0)
     row.cosine = torch.cosine_similarity(ref, low, 0).item()
     finite = ref[ref.isfinite()].double()
@@ -168,6 +169,7 @@ ADVICE = {
     'lost values': 'compute this in FP32, and cast what comes out of it',
     'a state that stands still': 'keep the state in FP32, or round it stochastically',
     'cancellation': 'compute its inputs in FP32, too, or rewrite it so that nothing cancels',
+    'an enlarged error': 'compute what this op takes in more bits: it enlarges small errors',
     'swallowed updates': 'keep FP32 master weights, or round stochastically, or with compensation',
     'a product in few bits': 'use smaller blocks, a wider format, or FP32 sums for this product',
     'rounding': 'compute this op in more bits'}
@@ -184,6 +186,7 @@ def fault(
     if row.still > .5: return 'a state that stands still'
     if row.distinct and row.distinct[1] < .7*row.distinct[0]: return 'lost values'
     if row.op in _SUMS and amplified: return 'cancellation'
+    if amplified: return 'an enlarged error'
     if row.flushed > .3: return 'underflow'
     if row.spacings < 4: return 'a large offset'
     if row.direction == 'forward' and row.op in _PRODUCTS: return 'a product in few bits'
@@ -384,8 +387,10 @@ def explain(self:Reference, row, call, k, ref):
     torch.set_rng_state(self.random)
     true = self.wide(call.op, func, same_args, same_kwargs)
     torch.set_rng_state(self.random)
-    with self.context(): out = self.run(func, low_args, low_kwargs)
-    torch.set_rng_state(now)
+    try:
+        with self.context(): out = self.run(func, low_args, low_kwargs)
+    except RuntimeError: return                              # an argument that half cannot hold
+    finally: torch.set_rng_state(now)
     if call.op == '__setitem__': true, out = same_args[0], low_args[0]
     own = entries(float_tensors(out)[k], self.most)
     row.own = relative_error(entries(float_tensors(true)[k], self.most), own)
@@ -397,7 +402,7 @@ def explain(self:Reference, row, call, k, ref):
 @patch
 def see_gradient(self:Reference, number, k, g):
     "A row for the gradient of a result"
-    if self.parted is not None and number >= self.parted: return
+    if self.parted is not None: return                       # another forward, another gradient
     low = self.low.calls[number].grads.pop(k, None)
     if low is None: return
     consumers = self.consumers.get(number, [])
@@ -418,8 +423,8 @@ def gradient(self:Reference, direction, consumers, ref, low, name=None):
     lost = row.error > self.serious and row.flushed > .3
     size = max((self.sizes.get(c, 0.) for c in consumers), default=0.)
     # a sum of which nothing is left in FP32, either, such as that of a bias before BatchNorm
-    noise = ref.square().mean().sqrt() < 1e-4*size
-    if ref.numel() > 1 and not noise and (begins or lost): row.kind = fault(row)
+    row.noise = bool(ref.square().mean().sqrt() < 1e-4*size)
+    if ref.numel() > 1 and not row.noise and (begins or lost): row.kind = fault(row)
     self.rows.append(row)
     return row
 
@@ -427,6 +432,7 @@ def gradient(self:Reference, direction, consumers, ref, low, name=None):
 @patch
 def weights(self:Reference):
     "Rows for the gradients of the weights, after the backward pass"
+    if self.parted is not None: return
     for p, name in self.parameters.items():
         if p.grad is None or name not in self.low.weight_grads: continue
         low = self.low.weight_grads[name]
@@ -587,10 +593,12 @@ class ProbeReport:
     def sentence(self)->str:
         "Where precision is lost, how, and what to try first"
         row = self.worst
+        until = ''
+        if self.parted is not None: until = f' before call {self.parted}, where the two runs part'
         if row is None:
-            row = max(self.rows, key=lambda r: r.error)
-            return (f'No error jumps. The largest is {row.error:.3f} of a standard deviation: '
-                    f'{row.direction}, {row.op} in {row.name or "the model"}.')
+            row = max((r for r in self.rows if not r.noise), key=lambda r: r.error)
+            return (f'No error jumps{until}. The largest is {row.error:.3f} of a standard '
+                    f'deviation: {row.direction}, {row.op} in {row.name or "the model"}.')
         name = f' in {row.name}' if row.name else ''
         line = f', at {row.where}: {row.code}' if row.place[1] else ''
         return (f'{row.kind.capitalize()}, {row.direction}: {row.op}{name}{line}\n'
@@ -670,6 +678,6 @@ def probe_precision(
     ref.weights()
     if opt is not None:
         cast_state(twin_opt, None)
-        cast_state(low_opt, a.storage)
+        if a.storage: cast_state(low_opt, a.storage)
         ref.updates(low_model, twin_opt, low_opt)
     return ProbeReport(ref.rows, ref.parted)

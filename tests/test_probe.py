@@ -243,3 +243,55 @@ def test_the_measure():
     assert relative_error(ref, torch.full_like(ref, math.inf)) == math.inf
     masked = torch.tensor([1., 2., -math.inf])
     assert relative_error(masked, masked) == 0
+
+
+# --- faults of the tool itself ---
+
+class Scores(nn.Module):
+    "Attention whose future is masked by a number"
+    def __init__(self, mask): super().__init__(); torch.manual_seed(0); self.qk, self.v, self.mask = nn.Linear(8, 16), nn.Linear(8, 4), mask
+    def forward(self, x):
+        q, k = self.qk(x).chunk(2, -1)
+        scores = q @ k.T
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        if self.mask is None: scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
+        else: scores = scores + torch.zeros(scores.shape).masked_fill(future, self.mask).to(scores.dtype)
+        return scores.softmax(-1) @ self.v(x)
+
+
+@pytest.mark.parametrize('mask', [None, -1e9, -1e4, -math.inf])
+@pytest.mark.parametrize('scheme', ['fp16', 'fp16 weights', 'bf16'])
+def test_a_mask_is_not_an_overflow(mask, scheme):
+    report = probe_precision(Scores(mask), data(), MSE, scheme)
+    assert not report.faults and report.parted is None
+
+
+def test_an_op_that_enlarges_an_error_is_not_told_to_use_more_bits():
+    class Steep(nn.Module):
+        def __init__(self): super().__init__(); torch.manual_seed(0); self.lin = nn.Linear(8, 4)
+        def forward(self, x): return (self.lin(x)*300).sin()
+    row = probe_precision(Steep(), data(), MSE, 'bf16').worst
+    assert (row.kind, row.op) == ('an enlarged error', 'sin') and row.own < row.error/4
+
+
+def test_a_gradient_that_is_zero_is_not_the_largest_error():
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    report = probe_precision(net, data(), MSE)
+    assert 'weight, linear in 0.bias' not in str(report) and any(r.noise for r in report.rows)
+
+
+def test_runs_that_part_say_so_in_the_sentence():
+    class Branch(nn.Module):
+        def __init__(self): super().__init__(); self.lin = mlp(8, 4)
+        def forward(self, x):
+            h = self.lin(x)
+            return h.exp() if h.dtype == torch.bfloat16 else h.sin()
+    assert 'before call 1' in str(probe_precision(Branch(), data(), MSE, 'bf16'))
+
+
+def test_single_numbers_are_compared():
+    class Total(nn.Module):
+        def __init__(self): super().__init__(); self.lin = mlp(8, 4)
+        def forward(self, x): return self.lin(x).square().bfloat16().sum()[None]
+    report = probe_precision(Total(), (data()[0], torch.zeros(1)), MSE, None)
+    assert [r.error > 1e-4 for r in report.rows if r.op == 'sum' and r.direction == 'forward'] == [True]
