@@ -271,6 +271,11 @@ class MixedPrecisionCB(HalfPrecisionCB):
         may_step = self.open.enter_context(guarded_step(opt, self.last_outcome))
         if not may_step: raise CancelStepException
 
+    def after_cancel_step(self):
+        "Forget a step that another callback has cancelled: its loss must not skip the next one"
+        self.controller.reset()
+        self.controller.buffers.clear()
+
     def after_step(self):
         "Take the flag off the optimizer, since it was for one step"
         self.open.close()

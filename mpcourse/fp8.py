@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .formats import e8m0, get_format
-from .half import validate_not_scripted
+from .half import HALVES, validate_not_scripted
 from .rounding import quantize
 from .scaler import LossScaler
 from .tensorcore import WHOLE_LAYERS, decompose, is_composite, is_product
@@ -272,6 +272,9 @@ def fp8_attention(
     if scale is None: scale = q.shape[-1]**-.5
     if is_causal and attn_mask is not None:
         raise ValueError('Attention takes is_causal=True or an attn_mask, not both, as in torch.')
+    if q.dtype in HALVES:                                    # the product may not fit into FP16
+        q = q*scale
+        scale = 1.
     scores = fp8_matmul(q, k.mT, recipe)*scale
     if is_causal: attn_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
     if attn_mask is not None:
@@ -340,7 +343,9 @@ def _multi_head(
     mask = _hidden(attn_mask, key_padding_mask, q, is_causal)
     dropout_p = dropout_p*training
     if need_weights:
-        scores = q @ k.mT*q.shape[-1]**-.5
+        factor = q.shape[-1]**-.5
+        if q.dtype in HALVES: q, factor = q*factor, 1.       # the product may not fit into FP16
+        scores = q @ k.mT*factor
         if mask is not None: scores = scores + mask
         share = F.dropout(scores.softmax(-1), dropout_p)
         y = share @ v

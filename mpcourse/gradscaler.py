@@ -198,7 +198,7 @@ def step(self:GradScaler,
 def update(self:GradScaler,
     new_scale:float|torch.Tensor|None=None, # the next scale, in place of the policy's
 ):
-    "Let the policy choose the next scale; ValueError for a number that cannot work as one"
+    "Let the policy choose the next scale; ValueError for a float that cannot work as one"
     if not self._enabled: return
     if isinstance(new_scale, float):
         validate_scale(new_scale, self.policy.min_scale, self.policy.max_scale)

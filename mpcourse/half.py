@@ -149,6 +149,8 @@ class WrappedForward:
 class FP32Forward(WrappedForward):
     "A module's `forward` in FP32 on any floats; the output is cast back to half, but not a loss"
     def __call__(self, *args, **kwargs):
+        # on the device where it is now
+        if takes_half(self.module): return self.plain(*args, **kwargs)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         kind = tensors[0].device.type if tensors else 'cpu'
         args, kwargs = cast((args, kwargs), torch.float32)
@@ -232,7 +234,7 @@ def model_to_half(
                 m._shortcut = {name: getattr(m, name)}
                 setattr(m, name, False)
         if type(m).forward is nn.Module.forward or 'forward' in vars(m): continue # no ModuleList
-        if keeps_fp32(m) and not takes_half(m): m.forward = FP32Forward(m, dtype)
+        if keeps_fp32(m): m.forward = FP32Forward(m, dtype)
         elif any(map(holds_fp32, m.modules())): m.forward = AutocastForward(m, dtype)
     return model
 

@@ -18,6 +18,7 @@ from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.overrides import resolve_name, TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .half import cast, HALVES, model_to_float
 from .plots import CYCLE, figure_html
@@ -83,12 +84,19 @@ def entries(
     return t[places.to(t.device)]
 
 # %% ../nbs/18_probe.ipynb #1800003a
+def masked(
+    ref:Tensor, # in FP32
+    low:Tensor, # in few bits
+)->Tensor: # bool
+    "Entries that a mask has put far below all others in both; FP16 may make them minus infinity"
+    return (ref < -1e8) & (low < -6e4)
+
 def relative_error(
     ref:Tensor, # in FP32
     low:Tensor, # the same entries, in few bits
 )->float: # rms of the difference, over the standard deviation of `ref`; inf where entries broke
     "How large an error is beside what a tensor has to say"
-    compared = ref.isfinite() & (ref > -1e8)                # a mask may become minus infinity
+    compared = ref.isfinite() & ~masked(ref, low)
     ref, low = ref[compared].double(), low[compared].double()
     if not ref.numel(): return 0.
     if not low.isfinite().all(): return math.inf
@@ -150,7 +158,7 @@ def compared(
 )->Row:
     "Compare the entries of a tensor"
     row = Row(direction, op, name, place, relative_error(ref, low), carried)
-    numbers = ref.isfinite() & (ref > -1e8)
+    numbers = ref.isfinite() & ~masked(ref, low)
     if dtype in HALVES: row.limit = share_of(low.abs() >= torch.finfo(dtype).max, numbers)
     row.limit = max(row.limit, share_of(~low.isfinite(), numbers))
     row.flushed = share_of(low == 0, ref != 0)
@@ -214,6 +222,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.most, self.run = most, run
         self.calls, self.stack, self.hooks = [], [], []
+        self.made = WeakTensorKeyDictionary()               # tensor -> number of its last call
         self.names = {m: n for n, m in model.named_modules()}
         for m in self.names:
             self.hooks.append(m.register_forward_pre_hook(self.enter))
@@ -243,7 +252,7 @@ class Recorder(TorchFunctionMode):
         number = len(self.calls)
         self.calls.append(self.note(name, float_tensors((args, kwargs)), results))
         for k, t in enumerate(results):
-            t._mpcourse_call = number
+            self.made[t] = number
             if t.requires_grad: t.register_hook(self.hook(number, k))
         return out
 
@@ -331,7 +340,9 @@ class Reference(Recorder):
 def note(self:Reference, name, inputs, results):
     "Rows for the results of a call"
     number = len(self.calls)
-    parents = {getattr(t, '_mpcourse_call', -1) for t in inputs} - {-1}
+    parents = set()
+    for t in inputs:
+        if t in self.made: parents.add(self.made[t])
     for p in parents: self.consumers.setdefault(p, []).append(number)
     for t in inputs:
         if t in self.parameters: self.users.setdefault(t, []).append(number)
@@ -365,7 +376,8 @@ def compare(self:Reference, number, call, k, ref, carried):
     if before and before[0].shape == ref.shape:
         row.still = share_of(before[1] == low, before[0] != ref)
     self.last[here] = ref, low
-    if row.error > self.serious and row.error > 4*carried and ref.numel() > 1:
+    overflowed = row.error == math.inf and carried < math.inf
+    if overflowed or row.error > self.serious and row.error > 4*carried and ref.numel() > 1:
         self.explain(row, call, k, ref)
         row.kind = fault(row)
     self.rows.append(row)
@@ -461,7 +473,7 @@ def update(self:Reference, name, moved, low, before):
     op, place = 'optimizer', ('', 0)
     row = compared('update', op, name, place, ref, got, torch.float32, 0.)
     row.still = share_of(got == 0, ref != 0)
-    if row.still > .5 and ref.numel() > 1: row.kind = 'swallowed updates'
+    if row.still > .5: row.kind = 'swallowed updates'
     self.rows.append(row)
 
 # %% ../nbs/18_probe.ipynb #18000053

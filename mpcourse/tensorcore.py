@@ -318,7 +318,12 @@ def gpu_matmul(
     if fmt in _BLOCKS: return _block_matmul(a, b, find_core(gpu, fmt, acc), fmt, scales, c)
     fmts = (fmt, fmt) if isinstance(fmt, str) else fmt
     core = find_core(gpu, fmts[0], acc)
+    if fmts[0] != fmts[1] and not {*fmts} <= {*_EIGHT} and not isinstance(gpu, Core):
+        raise ValueError(f'No tensor core multiplies {fmts[0]} by {fmts[1]}: take one format, or '
+                         "'e4m3' and 'e5m2'.")
     find_core(gpu, fmts[1], acc)
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(f'a has {a.shape[-1]} columns and b {b.shape[-2]} rows: give as many.')
     for x, f in zip((a, b), fmts): _validate_operand(x, f)
     _validate_promote(promote, core)
     return _promoted(a, b, fmts, core, promote, c)

@@ -89,7 +89,7 @@ def assert_unit_scaled(
     "AssertionError that names the output or gradients that are not of unit scale"
     stds = unit_stds(f, **tensors)
     off = {k: round(v, 3) for k, v in stds.items() if not abs(v - 1) <= tol}
-    assert not off, f'Not unit-scaled: {off} should be within {tol} of 1.'
+    if off: raise AssertionError(f'Not unit-scaled: {off} should be within {tol} of 1.')
 
 # %% ../nbs/25_unit.ipynb #2450ecdf
 PARAMS = 'w', 'b' # names of parameters, whose gradients have factors of their own
@@ -394,7 +394,7 @@ def assert_true_directions(
     "AssertionError that names the gradients that point elsewhere than those of the unscaled model"
     cos = gradient_cosines(model, *inputs, loss_func=loss_func)
     off = {n: round(c, 7) for n,c in cos.items() if not c >= 1 - tol}
-    assert not off, (
+    if off: raise AssertionError(
         f"These gradients point elsewhere than the unscaled model's (their cosines): {off}. "
         'Some op whose input is not a cut edge has another factor backward than forward: '
         'give it a constraint.')

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
-from fastai.basics import Adam, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CrossEntropyLossFlat, Learner, OptimWrapper, SGD, load_learner
+from fastai.basics import Adam, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException, CrossEntropyLossFlat, Learner, OptimWrapper, SGD, load_learner
 from fastai.callback.all import GradientAccumulation, GradientClip
 
 from mpcourse.callback import MixedPrecisionCB, StepHistory, quiet_fit, tensor_dls
@@ -881,3 +881,22 @@ def test_ctrl_c_amid_no_grads_exit_leaves_gradients_on():
     learn.remove_cb(amid)
     fit(learn, 1)
 
+
+
+def test_a_step_that_another_callback_cancels_does_not_skip_the_next():
+    "A guard against NaN losses that runs first; the batch after the bad one is good"
+    class Guard(Callback):
+        order = 5
+        def before_step(self):
+            if not self.learn.loss.isfinite(): raise CancelStepException
+    class Spoil(Callback):
+        order = -5
+        def after_pred(self):
+            if self.learn.training and self.learn.train_iter == 1: self.learn.pred = self.learn.pred*torch.nan
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 4), torch.randn(64, 1)
+    learn = Learner(tensor_dls((x, y), (x, y), bs=16), nn.Linear(4, 1), loss_func=F.mse_loss, opt_func=SGD, cbs=[Guard(), Spoil()])
+    cb = MixedPrecisionCB(DynamicScaler(2.**8))
+    learn.add_cb(cb)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, lr=.1)
+    assert [bool(s) for s in cb.history.skipped] == [False]*3 and cb.scaler.scale == 2.**8

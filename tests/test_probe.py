@@ -295,3 +295,29 @@ def test_single_numbers_are_compared():
         def forward(self, x): return self.lin(x).square().bfloat16().sum()[None]
     report = probe_precision(Total(), (data()[0], torch.zeros(1)), MSE, None)
     assert [r.error > 1e-4 for r in report.rows if r.op == 'sum' and r.direction == 'forward'] == [True]
+
+
+def test_the_batch_is_not_touched_and_may_be_used_again():
+    "`contiguous` and `float` return the batch itself"
+    class Again(nn.Module):
+        def __init__(self): super().__init__(); torch.manual_seed(0); self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+        def forward(self, x): return self.b(self.a(x).relu() + x.contiguous().float())
+    batch = data()
+    for net in (Again(), mlp(8, 4)): assert probe_precision(net, batch, MSE).parted is None
+    assert not vars(batch[0])
+
+
+def test_a_single_number_that_overflows_is_named():
+    class Norm(nn.Module):
+        def __init__(self): super().__init__(); self.lin = mlp(8, 4)
+        def forward(self, x):
+            h = self.lin(x)*1000
+            total = (h*h).half().sum()
+            return h/total
+    row = probe_precision(Norm(), data(), MSE, None).worst
+    assert row.kind == 'overflow' and 'total' in row.code
+
+
+def test_large_negative_numbers_count_unless_both_are_a_mask():
+    ref = torch.tensor([-1e9, 2., 3.])
+    assert relative_error(ref, torch.tensor([0., 2., 3.])) > .5 and relative_error(ref, torch.tensor([-math.inf, 2., 3.])) == 0

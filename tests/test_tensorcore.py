@@ -352,3 +352,10 @@ def test_memory_is_bounded():
             now += e.nbytes()
             peak = max(peak, now)
     assert 0 < peak < 20*a.nbytes
+
+
+@pytest.mark.parametrize('shapes, fmt, kw, words', [
+    (((2, 32), (64, 3)), 'e4m3', dict(promote=32), '32 columns and b 64 rows'), (((2, 64), (32, 3)), 'fp16', {}, '64 columns'),
+    (((2, 32), (32, 3)), ('fp16', 'e4m3'), {}, 'fp16 by e4m3'), (((2, 32), (32, 3)), ('bf16', 'tf32'), {}, 'bf16 by tf32')])
+def test_what_no_tensor_core_multiplies_is_refused(shapes, fmt, kw, words):
+    with pytest.raises(ValueError, match=words): gpu_matmul(*(torch.ones(s) for s in shapes), 'H100', fmt, **kw)
