@@ -259,6 +259,11 @@ def _share_scale(amax, global_amax, fmt, tiles):
 
 # %% ../nbs/27_fp8.ipynb #cf9803ba
 #| code-fold: true
+def _scale_first(q, scale):
+    "The scale of scores goes into half queries, since the product may not fit into FP16"
+    if q.dtype in HALVES: return q*scale, 1.
+    return q, scale
+
 def fp8_attention(
     q:Tensor, k:Tensor, v:Tensor, # as for `F.scaled_dot_product_attention`
     attn_mask:Tensor|None=None, dropout_p:float=0., is_causal:bool=False, # likewise
@@ -272,9 +277,7 @@ def fp8_attention(
     if scale is None: scale = q.shape[-1]**-.5
     if is_causal and attn_mask is not None:
         raise ValueError('Attention takes is_causal=True or an attn_mask, not both, as in torch.')
-    if q.dtype in HALVES:                                    # the product may not fit into FP16
-        q = q*scale
-        scale = 1.
+    q, scale = _scale_first(q, scale)
     scores = fp8_matmul(q, k.mT, recipe)*scale
     if is_causal: attn_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
     if attn_mask is not None:
@@ -343,8 +346,7 @@ def _multi_head(
     mask = _hidden(attn_mask, key_padding_mask, q, is_causal)
     dropout_p = dropout_p*training
     if need_weights:
-        factor = q.shape[-1]**-.5
-        if q.dtype in HALVES: q, factor = q*factor, 1.       # the product may not fit into FP16
+        q, factor = _scale_first(q, q.shape[-1]**-.5)
         scores = q @ k.mT*factor
         if mask is not None: scores = scores + mask
         share = F.dropout(scores.softmax(-1), dropout_p)
