@@ -38,6 +38,7 @@ from .unit import *  # noqa: F403
 from .unit_models import *  # noqa: F403
 from .fp8 import *  # noqa: F403
 from .fourbits import *  # noqa: F403
+from .remainders import *  # noqa: F403
 from .compare import *  # noqa: F403
 from .advise import *  # noqa: F403
 from .cases import *  # noqa: F403
@@ -46,6 +47,6 @@ from .plots import *  # noqa: F403
 # %% ../nbs/93_all.ipynb #a27af561
 MODULES = '''formats rounding toys failures tensorcore emulate recipe half master scaler step callback
              checkpoint dynamic policies simulator gradscaler monitor underflow overflow probe als layerwise
-             accumulate distributed learner zoo unit unit_models fp8 fourbits compare
+             accumulate distributed learner zoo unit unit_models fp8 fourbits remainders compare
              advise cases plots'''.split()
 __all__ = [name for m in MODULES for name in sys.modules[f'mpcourse.{m}'].__all__]

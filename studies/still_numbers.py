@@ -146,6 +146,7 @@ def states(number, m=None, v=None, root=False, eps=1e-8, steps=60):
 
 
 def run(row, seed):
+    "The numbers of its kind, one training"
     kind, kw = ROWS[row]
     return dict(norms=norms, average=average, v=v, states=states)[kind](seed, **kw)
 

@@ -114,6 +114,20 @@ WRONG = {
     'check_measure': 'lambda ref, low: ((low - ref).square().mean().sqrt()/ref.square().mean().sqrt()).item()',
     'check_first_jump': 'lambda errors, parents: max(range(len(errors)), key=errors.__getitem__)',
     'check_mend': 'lambda model: model',
+    # 29: compares with the smallest number; keeps the decay of one step; rounds to the nearest
+    'check_stands_still': 'lambda decay, fmt: 1 - decay < get_format(fmt).smallest_subnormal',
+    'check_averaged': """
+        def averaged(ws, decay, every):
+            mean = ws[0]
+            for w in ws[every::every]: mean = quantize(mean + (1 - decay)*(w - mean), 'bf16')
+            return mean""",
+    'check_train_norms': """
+        def train_norms(model, data):
+            opt = torch.optim.Adam(model.parameters(), lr=1e-3)
+            for x, y in data:
+                plain_step(model, x, y, opt, F.cross_entropy)
+                with torch.no_grad():
+                    for p in model.parameters(): p.copy_(quantize(p, 'bf16'))""",
     # 06: sums in FP32 and rounds once
     'check_unstalled': 'lambda n, k, seed: torch.full((n,), float(k))',
     # 07: flushes what is below the smallest number, though more than half of it is rounded up to it
