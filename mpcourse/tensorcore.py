@@ -227,7 +227,9 @@ def find_core(
     acc:str='fp32', # of the sums
 )->Core:
     "The row of `CORES`; ValueError names what there is"
-    if isinstance(gpu, Core): return gpu
+    if isinstance(gpu, Core):
+        if gpu.bits < 30 or fmt in _BLOCKS: return gpu
+        raise ValueError(f'A Core with bits={gpu.bits} is not computed exactly: give at most 29.')
     if (gpu, fmt, acc) in CORES: return CORES[gpu, fmt, acc]
     names = dict.fromkeys(key[0] for key in CORES)
     if gpu not in names:

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from conftest import ROOT, each
 from mpcourse.formats import get_format, same_bits
 from mpcourse.rounding import quantize
-from mpcourse.tensorcore import CORES, as_gpu, gpu_matmul
+from mpcourse.tensorcore import CORES, Core, as_gpu, gpu_matmul
 
 pytestmark = pytest.mark.library
 GOLDEN = json.loads(gzip.decompress((Path(__file__).parent/'golden/tensorcores.json.gz').read_bytes()))
@@ -359,3 +359,9 @@ def test_memory_is_bounded():
     (((2, 32), (32, 3)), ('fp16', 'e4m3'), {}, 'fp16 by e4m3'), (((2, 32), (32, 3)), ('bf16', 'tf32'), {}, 'bf16 by tf32')])
 def test_what_no_tensor_core_multiplies_is_refused(shapes, fmt, kw, words):
     with pytest.raises(ValueError, match=words): gpu_matmul(*(torch.ones(s) for s in shapes), 'H100', fmt, **kw)
+
+
+def test_a_core_with_more_bits_than_are_exact_is_refused():
+    a, b = torch.ones(2, 32), torch.ones(32, 3)
+    with pytest.raises(ValueError, match='bits=30'): gpu_matmul(a, b, Core(32, 30, 23), 'fp32')
+    assert (gpu_matmul(a, b, Core(32, 29, 23), 'fp32') == 32).all()
