@@ -129,16 +129,19 @@ GUESS = {'FP32': True, 'BF16': True, 'measured': False, 'start 2^24': False}
 REMEDIES = tuple(GUESS)                                     # what people try first
 CAUSES = {
     'buffers': 'a skipped step has left its traces in buffers',
+    'cancellation': 'a small difference of two large numbers has lost its digits',
     'epsilon': "Adam's epsilon or second moment is zero in its format",
     'forward': 'activations are too large for the format',
     'initialisation': 'the first weights let nothing through, in any format',
     'nan gradient': 'a gradient is NaN where the loss is finite, in any format',
+    'offset': 'a number that all entries share uses up the digits of the format',
     'rate': 'the learning rate is too large',
     'scale fell': 'bad batches have pushed the loss scale down, and it stays there',
     'sum': 'the loss is so large that its gradients overflow',
     'swallowed': 'updates are too small for the weights as they are stored',
     'underflow': 'gradients are too small for the format of the products'}
 CURES = {
+    'centre': 'subtract what all entries share, before the rounding',
     'clip': 'clip gradients', 'finite mask': 'mask with a large number instead of infinity',
     'hold': 'let a loss that is not finite move neither scale nor weights',
     'keep buffers': 'put buffers back where a step is skipped',
@@ -146,7 +149,8 @@ CURES = {
     'larger weights': 'other first weights', 'masters': 'FP32 weights beside the 16-bit ones',
     'mean': 'a mean instead of a sum', 'smaller rate': 'a smaller learning rate',
     'stochastic rounding': 'round updates up or down by chance',
-    'tensor scales': 'a scale for each tensor'}
+    'tensor scales': 'a scale for each tensor',
+    'two passes': 'subtract the mean first, then square'}
 
 # %% ../nbs/35_cases.ipynb #c31a0021
 def outcomes(

@@ -6,6 +6,7 @@ import pytest, torch
 
 from mpcourse.cases import CAUSES, CURES, GUESS, REMEDIES, Case, evidence, lost_by, outcomes, score, solutions, train_patient
 from tools.exercises import checkers
+from mpcourse.probe import probe_precision
 from mpcourse.toys import plain_step
 from mpcourse.zoo import study
 from conftest import NBS
@@ -75,6 +76,31 @@ def test_a_training_is_the_same_twice():
     a, b = (train_patient(PATIENTS['B'], 'BF16', 3) for _ in range(2))
     assert a.log.loss.equals(b.log.loss) and a.score == b.score
     assert not a.log.loss.equals(train_patient(PATIENTS['B'], 'BF16', 4).log.loss)
+
+
+# --- three of today ---
+
+TODAY = study('sick_today')
+NEW = TODAY.module.PATIENTS
+
+
+@pytest.mark.parametrize('name', NEW)
+def test_each_of_today_is_sick_and_its_own_cure_cures(name):
+    truth = outcomes(TODAY)[name]
+    assert truth['nothing'] is False and truth['own'] is True and len(TODAY.seeds) == 10
+    assert NEW[name].cause in CAUSES and NEW[name].cure in CURES and NEW[name].cause not in {p.cause for p in PATIENTS.values()}
+    sick, own, healthy = (train_patient(NEW[name], r, 0) for r in ('nothing', 'own', 'healthy'))
+    assert not lost_by(sick, healthy) < .5 and lost_by(own, healthy) < .5
+
+
+def test_the_old_rules_mistake_one_of_today_and_the_probe_names_two():
+    fires = {n for n in NEW for rule in DIAGNOSES.values() if rule(evidence(train_patient(NEW[n])))}
+    assert fires == {'J'}
+    kinds = dict(offset='a large offset', cancellation='cancellation')
+    for name, patient in NEW.items():
+        t = patient.make(1, False)
+        report = probe_precision(t.model, next(t.batches()), t.loss_func, 'bf16')
+        assert (report.worst is not None and report.worst.kind == kinds.get(patient.cause)) == (name != 'I'), str(report)
 
 
 # --- the evidence ---

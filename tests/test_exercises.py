@@ -128,6 +128,21 @@ WRONG = {
                 plain_step(model, x, y, opt, F.cross_entropy)
                 with torch.no_grad():
                     for p in model.parameters(): p.copy_(quantize(p, 'bf16'))""",
+    # 30: the spacing of the spread; stores the keys as they are; leaves the offset in
+    'check_worth': 'lambda offset, spread, fmt: spread/spacing(spread, fmt)',
+    'check_store': 'lambda keys: int4(keys)',
+    'check_train_head': """
+        def train_head(model, data):
+            opt = torch.optim.Adam(model.parameters(), lr=3e-3)
+            for x, y in data: plain_step(model, x, y, opt, F.cross_entropy)""",
+    # 31: forgets the leading digit; divides; rounds the positions where they are
+    'check_last_integer': 'lambda fmt: 2**get_format(fmt).man_bits',
+    'check_moves': 'lambda per_rank: (per_rank.sum(0).sum()//per_rank.shape[1] - per_rank.sum(0)).sign()',
+    'check_angles': 'lambda start: in_bf16(start)',
+    # 32: adds in one order only; overflows; rounds on the way
+    'check_bf16_sum': 'lambda xs, parts: sum(xs[1:], xs[0])',
+    'check_effective': 'lambda log_ratios: log_ratios.exp().sum()**2/(len(log_ratios)*log_ratios.exp().square().sum())',
+    'check_add': 'lambda gradients: sum(gradients)',
     # 06: sums in FP32 and rounds once
     'check_unstalled': 'lambda n, k, seed: torch.full((n,), float(k))',
     # 07: flushes what is below the smallest number, though more than half of it is rounded up to it
