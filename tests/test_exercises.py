@@ -718,3 +718,20 @@ def test_marks(tmp_path):
         mine.write_text(cheat.format(leaves))
         row = mark(mine)['exercises'][0]
         assert row['state'] == 'wrong' and row['says'], leaves
+
+
+def test_marks_of_a_class(tmp_path):
+    from tools.exercises import mark_folder, summary, write_csv
+    right = 'def stuck_at(man_bits): return 2**(man_bits + 1)\n'
+    wrong = 'def stuck_at(man_bits): return 2**man_bits\n'
+    codes = dict(anna=right, ben=wrong, cleo=wrong, dora="def stuck_at(:")
+    for name, code in codes.items(): (tmp_path/f"{name}_file_1.py").write_text(code)
+    marks = mark_folder(tmp_path, chapter='01', workers=2)
+    assert [m['points'] for m in marks.values()] == [1, 0, 0, 0] and marks['dora_file_1.py']['exercises'][0]['state'] == 'wrong'
+    lines = summary(marks)
+    assert lines[0].startswith('4 submissions') and lines[1].startswith('01.1  right 1, wrong 3, not tried 0; most often (2)')
+    table = tmp_path/'marks.csv'
+    write_csv(marks, table)
+    rows = [r.split(',') for r in table.read_text().splitlines()]
+    assert rows[0][:4] == ['file', 'points', 'of', '01.1'] and [r[3] for r in rows[1:]] == ['right', 'wrong', 'wrong', 'wrong']
+    with pytest.raises(SystemExit, match='chapter'): mark_folder(tmp_path)

@@ -1,9 +1,14 @@
 """The exercises: `python -m tools.exercises check 09 mine.py` for a learner, `list | strip OUT | mark FILE | self` for a teacher.
 
+`mark FOLDER --csv marks.csv` marks all notebooks and Python files of a folder, several at a time, and sums up what the class knows.
+
 A student's code runs in a separate process with a time limit. It can do whatever you can do, so mark in a container.
 """
-import argparse, ast, contextlib, importlib, json, re, secrets, subprocess, sys
+import argparse, ast, contextlib, csv, importlib, json, os, re, secrets, subprocess, sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -193,17 +198,72 @@ def in_process(e, code, seconds):
 
 
 def mark(
-    path: Path,      # a student's notebook or Python file, named as the chapter: 08_scaler.ipynb, 08_mine.py
-    seconds: int=60, # for each answer
+    path: Path,           # a student's notebook or Python file
+    seconds: int=60,      # for each answer
+    chapter: str|None=None, # its number; by default the file's name begins with it: 08_scaler.ipynb, 08_mine.py
 ) -> dict: # points, of how many, and a row for each exercise
     "Marks for one chapter"
-    todo, rows = [e for e in all_exercises() if e.id.startswith(path.name[:2])], []
-    if not todo: raise SystemExit(f'{path.name} names no chapter with exercises: begin its name with the number of one, as in 08_mine.py.')
+    number = chapter or path.name[:2]
+    todo, rows = [e for e in all_exercises() if e.id.startswith(f'{number}.')], []
+    if not todo: raise SystemExit(f'{path.name} names no chapter with exercises: give --chapter 08, or begin its name with the number, as in 08_mine.py.')
     for e in todo:
         mine = [code for code in answers(path) if re.search(rf'^(def|class) {e.name}\b|^{e.name} *=', code, re.M)]
         row = in_process(e, mine[-1], seconds) if mine else dict(state='not tried', says='')
         rows.append(dict(id=e.id, points=e.level, name=e.name, **row))
     return dict(points=sum(r['points'] for r in rows if r['state'] == 'right'), of=sum(r['points'] for r in rows), exercises=rows)
+
+
+def mark_one(path, seconds, chapter):
+    "Marks of a submission; one that cannot be read gets none, and says why"
+    try: return mark(path, seconds, chapter)
+    except (OSError, ValueError, SyntaxError, nbformat.reader.NotJSONError) as e:
+        return dict(points=0, of=0, exercises=[], says=f'{type(e).__name__}: {e}'[:200])
+
+
+def mark_folder(
+    folder: Path,           # of notebooks and Python files, with any names
+    seconds: int=60,        # for each answer
+    chapter: str|None=None, # as for `mark`
+    workers: int=os.cpu_count(), # submissions at a time
+) -> dict: # file's name -> marks
+    "Marks for a class"
+    files = sorted(p for p in folder.iterdir() if p.suffix in ('.py', '.ipynb'))
+    if not files: raise SystemExit(f'{folder} holds no notebook and no Python file.')
+    with ThreadPoolExecutor(workers) as pool:
+        marks = pool.map(partial(mark_one, seconds=seconds, chapter=chapter), files)
+        return dict(zip((f.name for f in files), marks))
+
+
+def summary(
+    marks: dict, # from `mark_folder`
+) -> list: # lines: the points, then for each exercise how many have it, and what most of the others were told
+    "What a class knows"
+    points = sorted(m['points'] for m in marks.values())
+    lines = [f'{len(points)} submissions, points {points[0]} to {points[-1]}, median {points[len(points)//2]}']
+    rows = [r for m in marks.values() for r in m['exercises']]
+    for id in sorted({r['id'] for r in rows}):
+        mine = [r for r in rows if r['id'] == id]
+        states = Counter(r['state'] for r in mine)
+        said = Counter(r['says'] for r in mine if r['state'] == 'wrong').most_common(1)
+        line = f"{id}  right {states['right']}, wrong {states['wrong']}, not tried {states['not tried']}"
+        if said: line += f'; most often ({said[0][1]}): {said[0][0][:120]}'
+        lines.append(line)
+    return lines
+
+
+def write_csv(
+    marks: dict, # from `mark_folder`
+    path: Path,  # of the table: a row for each file
+):
+    "Marks for a spreadsheet"
+    ids = sorted({r['id'] for m in marks.values() for r in m['exercises']})
+    with path.open('w', newline='', encoding='utf-8') as f:
+        table = csv.writer(f)
+        table.writerow(['file', 'points', 'of', *ids, 'remarks'])
+        for name, m in marks.items():
+            states = {r['id']: r['state'] for r in m['exercises']}
+            remarks = [f"{r['id']}: {r['says']}" for r in m['exercises'] if r['says']] or [m.get('says', '')]
+            table.writerow([name, m['points'], m['of'], *(states.get(i, '') for i in ids), ' | '.join(remarks)])
 
 
 def own(todo):
@@ -225,8 +285,11 @@ def make_parser():
     c.add_argument('file', type=Path, help='Python with your solutions')
     sub.add_parser('list', help='list all exercises with their points')
     sub.add_parser('strip', help='write notebooks without solutions').add_argument('out', type=Path, help='a folder')
-    m = sub.add_parser('mark', help="mark a student's file, as JSON; exit code 1 if an answer is wrong")
-    m.add_argument('file', type=Path, help='08_scaler.ipynb, 08_mine.py')
+    m = sub.add_parser('mark', help="mark a student's file, as JSON (exit code 1 if an answer is wrong), or a folder of them")
+    m.add_argument('file', type=Path, help='08_scaler.ipynb, 08_mine.py, or a folder')
+    m.add_argument('--chapter', help="its number, such as 08, where the files' names do not begin with it")
+    m.add_argument('--csv', type=Path, help='where to write a table of a folder')
+    m.add_argument('--workers', type=int, default=os.cpu_count(), help='submissions of a folder at a time (%(default)s)')
     m.add_argument('--seconds', type=int, default=60, help='the limit for each answer, in seconds (%(default)s)')
     sub.add_parser('self', help='check that every solution passes and no stub does').add_argument('chapters', nargs='*', help='by default all')
     j = sub.add_parser('judge', help='judge one answer, which follows a word on a line in the standard input')
@@ -245,8 +308,12 @@ def main(argv=None) -> int: # the exit code
     elif a.what == 'strip':
         a.out.mkdir(parents=True, exist_ok=True)
         for n in notebooks(): strip(n, a.out)
+    elif a.what == 'mark' and a.file.is_dir():
+        marks = mark_folder(a.file, a.seconds, a.chapter, a.workers)
+        if a.csv: write_csv(marks, a.csv)
+        print(*summary(marks), sep='\n')
     elif a.what == 'mark':
-        marks = mark(a.file, a.seconds)
+        marks = mark(a.file, a.seconds, a.chapter)
         print(json.dumps(marks, indent=1, ensure_ascii=False))
         return int(any(r['state'] == 'wrong' for r in marks['exercises']))
     elif a.what == 'self':
