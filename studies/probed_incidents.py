@@ -2,7 +2,7 @@
 
 A row is an incident; `found` is 1 where the sentence on top of the report names the right kind of fault in the right module, `kind` 1
 where at least the kind is right, and `faults` the number of rows where an error begins. Adam's v, averages and sums over steps are not
-here: the probe sees one batch and one update.
+here: the probe sees one batch and one update. For the variance both its large mean and the difference count as right.
 """
 import math
 
@@ -113,7 +113,7 @@ def leaky(number):
 
 INCIDENTS = { # row -> (what to probe, right kinds, a part of the right module's name)
     'norm weights in BF16': (norms, ('swallowed updates',), 'norm'), 'logits with an offset': (logits, ('a large offset',), 'head'),
-    'positions in BF16': (positions, ('lost values',), ''), 'variance in one pass': (variance, ('cancellation',), '2'),
+    'positions in BF16': (positions, ('lost values',), ''), 'variance in one pass': (variance, ('cancellation', 'a large offset'), '2'),
     'mask of -1e9 in FP16': (mask, ('overflow',), 'attn'), 'scores that have grown': (growing, ('overflow',), 'attn'),
     'state in BF16': (leaky, ('a state that stands still',), '')}
 ROWS, SEEDS = list(INCIDENTS), range(10)

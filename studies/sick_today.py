@@ -91,8 +91,8 @@ NOTES = dict(
       "the step is divided by epsilon alone. No format of the model helps. A larger epsilon is the cheapest cure; a code whose steps shrink "
       "with the number is the better one (chapter 29). The probe does not see it, since it takes FP32 states.",
     J="A variance is computed as the mean of squares minus the square of the mean. The mean is 8, so in 16 bits nothing is left of the "
-      "difference, and a clamp at zero hides that it was negative. Subtract the mean first (chapter 30); `probe_precision` calls it "
-      "cancellation.")
+      "difference, and a clamp at zero hides that it was negative. Subtract the mean first (chapter 30); `probe_precision` names the "
+      "mean, a large offset, or the difference, a cancellation.")
 PATIENTS = dict(
     H=Patient(offset, STEPS, 'offset', 'centre', NOTES['H']),
     I=Patient(states, STEPS, 'epsilon', 'larger epsilon', NOTES['I']),

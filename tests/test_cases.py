@@ -96,11 +96,12 @@ def test_each_of_today_is_sick_and_its_own_cure_cures(name):
 def test_the_old_rules_mistake_one_of_today_and_the_probe_names_two():
     fires = {n for n in NEW for rule in DIAGNOSES.values() if rule(evidence(train_patient(NEW[n])))}
     assert fires == {'J'}
-    kinds = dict(offset='a large offset', cancellation='cancellation')
+    kinds = dict(offset={'a large offset'}, cancellation={'cancellation', 'a large offset'}, epsilon=set())
     for name, patient in NEW.items():
         t = patient.make(1, False)
         report = probe_precision(t.model, next(t.batches()), t.loss_func, 'bf16')
-        assert (report.worst is not None and report.worst.kind == kinds.get(patient.cause)) == (name != 'I'), str(report)
+        named = report.worst is not None and report.worst.kind in kinds[patient.cause]
+        assert named == (name != 'I'), str(report)
 
 
 # --- the evidence ---
