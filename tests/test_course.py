@@ -167,6 +167,13 @@ def test_checkers_and_imports_are_folded(ran):
     assert set(folds) == {'Imports', 'Checker'} and 'def check_it' in folds['Checker'] and 'ipywidgets' in folds['Imports']
 
 
+@pytest.mark.parametrize('code, title', [
+    ('assert x', 'Check'), ('y = f(x)\nassert y', 'Check'), ('for x in xs: assert x', 'Check'), ('assert x\nplot(x)', 'Code'), ('%time x', 'Code')])
+def test_a_fold_that_ends_with_an_assertion_is_a_check(code, title):
+    from tools.pages import fold_title
+    assert fold_title({'code-fold': 'true'}, code) == title
+
+
 def test_formulas_are_mathml(ran):
     maths = soup(ran, '01_good').select('math')
     assert len(maths) == 2 and maths[1]['display'] == 'block' and maths[1].find('mtable') and '$' not in soup(ran, '01_good').main.text

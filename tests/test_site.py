@@ -70,6 +70,7 @@ def test_sidebar_lists_every_notebook_once_in_order():
     ('import os\nx = 1', 'import os\nx = 1'), ('%time x', '%time x'), ('', ''), ('# only words', '# only words'),
     ('#| hide\nimport os', '#| hide\nimport os'), ('#| default_exp a', '#| default_exp a'),
     ('#| fig-cap: "we export"\nplot()', '#| fig-cap: "we export"\nplot()'),
+    ('#| code-fold: true\nassert x', '#| code-fold: true\n#| code-summary: "Check"\nassert x'),
     ('#| code-fold: true\nx = 1', '#| code-fold: true\nx = 1')])
 def test_source(src, new): assert SITE.site_source(src) == new
 

@@ -45,6 +45,16 @@ def is_imports(
     return bool(body) and all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in body)
 
 
+def is_check(
+    code: str, # Python without directives
+) -> bool: # whether it ends with an assertion
+    "What a chapter has shown is asserted in a cell that most readers skip"
+    try: last = ast.parse(code).body[-1]
+    except (SyntaxError, IndexError): return False
+    if isinstance(last, (ast.For, ast.With)): last = last.body[-1]
+    return isinstance(last, ast.Assert)
+
+
 def join_imports(
     cells: list, # of a notebook that was run
 ) -> list: # the same, where cells of imports that follow each other are one
@@ -158,7 +168,7 @@ def fold_title(
 ) -> str: # the summary of a folded cell, or ''
     "Imports and the checkers of exercises are folded, and what asks for it"
     if is_imports(code): return 'Imports'
-    if d.get('code-fold'): return 'Code'
+    if d.get('code-fold'): return 'Check' if is_check(code) else 'Code'
     return 'Checker' if re.search(r'^def check_', code, re.M) else ''
 
 

@@ -15,7 +15,7 @@ import nbformat
 from nbformat.v4 import new_markdown_cell, new_output
 from tools.course import chapters, executed, is_fresh, run_course
 from tools.runtime import links
-from tools.pages import directives, fold_earnest, is_imports, join_imports, widget_html
+from tools.pages import directives, fold_earnest, is_check, is_imports, join_imports, widget_html
 
 VIEW, STATE = 'application/vnd.jupyter.widget-view+json', 'application/vnd.jupyter.widget-state+json'
 NO_QUARTO = ('The site is built with Quarto, and there is no `quarto` on the PATH: install it from '
@@ -48,6 +48,7 @@ def site_source(
     plain = drop(src, 'export', 'exporti', 'exports')
     if is_imports(plain): return fold(plain, 'Imports')
     if re.search(r'^def check_', plain, re.M): return fold(plain, 'The checker')
+    if has(src, 'code-fold') and is_check(directives(src)[1]): return fold(src, 'Check')
     if not has(src, 'export', 'exporti', 'exports'): return src
     return '#| exports\n#| classes: exported\n' + drop(plain, 'code-fold', 'code-summary')
 
