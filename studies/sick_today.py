@@ -1,4 +1,4 @@
-"""Three sick trainings of today, in the form of `sick_trainings`; the solutions of an exercise stand here (chapter 35)
+"""Which remedies cure three sick trainings of today? As in `sick_trainings`; the solutions of an exercise stand here (chapter 35)
 
 H, I and J have no zero and no infinity that a log would show. Rows, remedies and numbers are those of `sick_trainings`.
 """

@@ -276,6 +276,18 @@ def own(todo):
     return found
 
 
+def print_marks(a):
+    "The marks of a file as JSON, or what a folder's class knows; the exit code"
+    if a.file.is_dir():
+        marks = mark_folder(a.file, a.seconds, a.chapter, a.workers)
+        if a.csv: write_csv(marks, a.csv)
+        print(*summary(marks), sep='\n')
+        return 0
+    marks = mark(a.file, a.seconds, a.chapter)
+    print(json.dumps(marks, indent=1, ensure_ascii=False))
+    return int(any(r['state'] == 'wrong' for r in marks['exercises']))
+
+
 def make_parser():
     "The grammar of the command"
     p = argparse.ArgumentParser(prog='python -m tools.exercises', description=__doc__)
@@ -308,14 +320,7 @@ def main(argv=None) -> int: # the exit code
     elif a.what == 'strip':
         a.out.mkdir(parents=True, exist_ok=True)
         for n in notebooks(): strip(n, a.out)
-    elif a.what == 'mark' and a.file.is_dir():
-        marks = mark_folder(a.file, a.seconds, a.chapter, a.workers)
-        if a.csv: write_csv(marks, a.csv)
-        print(*summary(marks), sep='\n')
-    elif a.what == 'mark':
-        marks = mark(a.file, a.seconds, a.chapter)
-        print(json.dumps(marks, indent=1, ensure_ascii=False))
-        return int(any(r['state'] == 'wrong' for r in marks['exercises']))
+    elif a.what == 'mark': return print_marks(a)
     elif a.what == 'self':
         todo = [e for e in all_exercises() if not a.chapters or e.id[:2] in a.chapters]
         found = own(todo)
