@@ -23,11 +23,14 @@ POSITIONS |= {f'BF16, from {p:,}': dict(start=p, position=bf16, angle=bf16, tabl
 POSITIONS |= {
     'from 4,096, only the position in BF16': dict(position=bf16), 'from 4,096, only the frequencies in BF16': dict(frequency=bf16),
     'from 4,096, sine and cosine in BF16': dict(table=bf16), 'from 4,096, all but the angles in BF16': dict(rest=bf16),
-    'FP16, from 4,096': dict(position=fp16, angle=fp16)}
+    'FP16, from 4,096': dict(position=fp16, angle=fp16),
+    'BF16, from 0, 384 places': dict(start=0, position=bf16, angle=bf16, table=bf16, length=384), 'FP32, from 0, 384 places': dict(start=0, length=384)}
 TIES = {f'{k} at the maximum': dict(ties=k) for k in (1, 2, 3)}
 TIES |= {'2 at the maximum, FP32 result': dict(how='fp32'), '2 at the maximum, rounded by chance': dict(how='chance'),
-         '2 at the maximum, larger maximum': dict(how='larger')}
-CHOICE = {'softmax': dict(score='softmax'), 'sigmoid': dict(score='sigmoid'), 'sigmoid, scores in FP32': dict(score='sigmoid', cast=exact)}
+         '2 at the maximum, larger maximum': dict(how='larger'), '2 at the maximum, FP32 sum, rounded once': dict(how='once'),
+         '2 at the maximum, larger rest': dict(rest=-3.)}
+CHOICE = {'softmax': dict(score='softmax'), 'sigmoid': dict(score='sigmoid'), 'sigmoid, FP32 from the logits on': dict(score='sigmoid', given=exact),
+          'sigmoid, FP32': dict(score='sigmoid', cast=exact, given=exact)}
 COUNTS = {'BF16': dict(cast=bf16), 'FP16': dict(cast=fp16), 'FP32': dict(cast=exact)}
 BALANCE = {'FP32': {}, 'BF16 bias': dict(cast=bf16), 'BF16 bias, rounded by chance': dict(cast='chance'),
            'FP16 bias': dict(cast=fp16), 'BF16 bias, rate .004': dict(cast=bf16, rate=4e-3), 'FP32, rate .004': dict(rate=4e-3)}
@@ -35,8 +38,7 @@ KINDS = dict(positions=POSITIONS, ties=TIES, choice=CHOICE, counts=COUNTS, balan
 ROWS = {f'{kind}: {name}': (kind, kw) for kind, rows in KINDS.items() for name, kw in rows.items()}
 SEEDS = range(10)
 
-LENGTH, WIDTH, SYMBOLS, BACK = 64, 64, 32, 3
-FUTURE = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+WIDTH, SYMBOLS, BACK = 64, 32, 3
 
 
 def turned(x, cos, sin):
@@ -45,33 +47,35 @@ def turned(x, cos, sin):
     return torch.cat([a*cos - b*sin, a*sin + b*cos], -1)
 
 
-def positions(number, start=4096, position=exact, frequency=exact, angle=exact, table=exact, rest=exact, steps=250):
-    "Accuracy over the last ten steps"
+def positions(number, start=4096, position=exact, frequency=exact, angle=exact, table=exact, rest=exact, length=64, steps=250):
+    "Accuracy over the last ten steps, and that of the last quarter of the places"
     g = torch.Generator().manual_seed(seed(number))
     with seeded(number): symbol, qkv, out = nn.Embedding(SYMBOLS, WIDTH), nn.Linear(WIDTH, 3*WIDTH), nn.Linear(WIDTH, SYMBOLS)
     opt = torch.optim.Adam([p for m in (symbol, qkv, out) for p in m.parameters()], 1e-2)
     turns = frequency(1/10000**(torch.arange(0, WIDTH, 2)/WIDTH))
-    places = position(start + torch.arange(LENGTH).float())
+    places = position(start + torch.arange(length).float())
     angles = angle(places[:, None]*turns)
     cos, sin = table(angles.cos()), table(angles.sin())
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
     right = []
     for _ in range(steps):
-        x = torch.randint(SYMBOLS, (32, LENGTH), generator=g)
+        x = torch.randint(SYMBOLS, (2048//length, length), generator=g)
         q, k, v = rest(qkv(symbol(x))).chunk(3, -1)
         scores = rest(turned(q, cos, sin)) @ rest(turned(k, cos, sin)).mT*WIDTH**-.5
-        y = out(rest(scores.masked_fill(FUTURE, -math.inf).softmax(-1) @ v))[:, BACK:]
-        right.append((y.argmax(-1) == x[:, :-BACK]).float().mean().item())
+        y = out(rest(scores.masked_fill(future, -math.inf).softmax(-1) @ v))[:, BACK:]
+        right.append((y.argmax(-1) == x[:, :-BACK]).float().mean(0))
         opt.zero_grad()
         F.cross_entropy(y.flatten(0, 1), x[:, :-BACK].flatten()).backward()
         opt.step()
-    return dict(accuracy=sum(right[-10:])/10)
+    by_place = torch.stack(right[-10:]).mean(0)
+    return dict(accuracy=by_place.mean().item(), late=by_place[-length//4:].mean().item())
 
 
-def ties(number, ties=2, how='bf16', keys=64, width=64, queries=4000):
+def ties(number, ties=2, how='bf16', rest=-12., keys=64, width=64, queries=4000):
     "Root mean square and mean of the relative error, and the share of it that a mean over the queries leaves"
     g = torch.Generator().manual_seed(seed(number))
     values = bf16(-1 - torch.rand(keys, width, generator=g))          # of one sign, as in a channel with a large mean
-    scores = -12 - 3*torch.rand(queries, keys, generator=g)
+    scores = rest - 3*torch.rand(queries, keys, generator=g)
     places = torch.stack([torch.randperm(keys, generator=g)[:ties] for _ in range(queries)])
     scores[torch.arange(queries)[:, None], places] = (.5 + 3*torch.rand(queries, 1, generator=g)).expand(-1, ties)
     exact_weights = scores.double().softmax(-1)
@@ -84,34 +88,36 @@ def ties(number, ties=2, how='bf16', keys=64, width=64, queries=4000):
     elif how == 'chance':
         def store(x): return quantize(x, 'bf16', rounding='stochastic', generator=g)
         got = store(store(bf16(weights) @ values)/total)
+    elif how == 'once': got = bf16(bf16(weights) @ values/total)
     else: got = bf16(bf16(bf16(weights) @ values)/total)
     error = (got.double() - true)/true.abs()
     rms = error.square().mean().sqrt()
     return dict(rms=rms.item(), mean=error.mean().item(), left=(error.mean(0).square().mean().sqrt()/rms).item())
 
 
-def choice(number, score, cast=bf16, tokens=4096, experts=256, top=8):
+def choice(number, score, cast=bf16, given=bf16, tokens=4096, experts=256, top=8):
     "The share of tokens that get other experts than in FP32, and of those where a tie decides"
     g = torch.Generator().manual_seed(seed(number))
     z = torch.randn(tokens, experts, generator=g)*1.5
     def probability(z): return z.softmax(-1) if score == 'softmax' else z.sigmoid()
     right = probability(z).topk(top).indices.sort(-1).values
-    given = cast(probability(cast(z)))
-    chosen = given.topk(top).indices.sort(-1).values
-    last = given.topk(top).values[:, -1:]
-    tie = (given >= last).sum(-1) > top
+    scores = given(probability(cast(z)))
+    chosen = scores.topk(top).indices.sort(-1).values
+    last = scores.topk(top).values[:, -1:]
+    tie = (scores >= last).sum(-1) > top
     return dict(other=(chosen != right).any(-1).float().mean().item(), ties=tie.float().mean().item())
 
 
 def counts(number, cast, ranks=64, experts=256):
-    "The share of experts whose bias moves the wrong way, and how many different sums there are"
+    "The share of experts whose bias moves the wrong way, or stands still, and how many different sums there are"
     g = torch.Generator().manual_seed(seed(number))
     per_rank = 640 + torch.randint(-32, 33, (ranks, experts), generator=g).float() + 3*torch.randn(experts, generator=g).round()
     total = torch.zeros(experts)
     for c in per_rank: total = cast(total + c)
     true = per_rank.sum(0)
-    wrong = (true - true.mean()).sign() != (total - cast(total.mean())).sign()
-    return dict(wrong=wrong.float().mean().item(), distinct=len(total.unique()))
+    true_way, way = (true - true.mean()).sign(), (total - cast(total.mean())).sign()
+    wrong, still = (way*true_way < 0).float().mean(), ((way == 0) & (true_way != 0)).float().mean()
+    return dict(wrong=wrong.item(), still=still.item(), distinct=len(total.unique()))
 
 
 def balance(number, cast=exact, rate=1e-3, experts=32, top=4, width=16, tokens=512, steps=3000):

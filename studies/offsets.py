@@ -20,7 +20,7 @@ def fp16(x): return x.half().float()
 
 LOGITS = {
     'FP32': {}, 'FP32, no offset': dict(offset=0.), 'BF16 logits': dict(logits=bf16), 'BF16 logits, no offset': dict(logits=bf16, offset=0.),
-    'BF16 hidden states': dict(hidden=bf16), 'FP16 logits': dict(logits=fp16), 'BF16 logits, offset 90': dict(logits=bf16, offset=90.),
+    'BF16 hidden states': dict(hidden=bf16), 'BF16 hidden states and head': dict(hidden=bf16, head=bf16), 'FP16 logits': dict(logits=fp16), 'BF16 logits, offset 90': dict(logits=bf16, offset=90.),
     'BF16 logits, mean taken out before': dict(logits=bf16, centre='before'),
     'BF16 logits, mean taken out after': dict(logits=bf16, centre='after'),
     'BF16 logits, z-loss': dict(logits=bf16, z=1e-4), 'FP32, z-loss': dict(z=1e-4)}
@@ -29,7 +29,8 @@ VARIANCE = {
     'FP32': {}, 'BF16 statistics': dict(cast=bf16), 'BF16 input': dict(enter=bf16), 'BF16 statistics, mean 1': dict(cast=bf16, mean=1.),
     'BF16 statistics, two passes': dict(cast=bf16, how='two passes'), 'BF16 statistics, shifted': dict(cast=bf16, how='shifted'),
     'BF16 statistics, clamped at 0': dict(cast=bf16, how='clamped'), 'BF16 statistics, epsilon .1': dict(cast=bf16, eps=.1),
-    'FP32, mean 2000': dict(mean=2000.), 'FP32, mean 2000, two passes': dict(mean=2000., how='two passes')}
+    'FP32, mean 2000': dict(mean=2000.), 'FP32, mean 2000, two passes': dict(mean=2000., how='two passes'),
+    'BF16 statistics, mean 700, two passes': dict(cast=bf16, how='two passes', mean=700.)}
 MASK = {
     'FP32, -1e9': {}, 'FP16 scores, -1e9': dict(scores=torch.float16), 'FP16 but for the scores, -1e9': dict(rest=fp16),
     'FP32, -inf': dict(value=-math.inf), 'FP16 scores, -1e4': dict(scores=torch.float16, value=-1e4),
@@ -39,35 +40,36 @@ SCORES = {
     'FP32': {}, 'FP16 scores': dict(scores=fp16), 'BF16 scores': dict(scores=bf16), 'FP16 queries, keys and values': dict(rest=fp16),
     'FP16 scores, QK-norm': dict(scores=fp16, norm=True), 'FP32, QK-norm': dict(norm=True), 'FP16 scores, cap 50': dict(scores=fp16, cap=50.),
     'FP16 scores, QK-clip 100': dict(scores=fp16, clip=100.), 'FP16 scores, rate .03': dict(scores=fp16, lr=.03), 'FP32, rate .03': dict(lr=.03),
-    'FP32, rate .003': dict(lr=.003)}
+    'FP32, rate .003': dict(lr=.003), 'FP32, cap 50': dict(cap=50.), 'FP32, QK-clip 100': dict(clip=100.),
+    'FP32, rate .03, QK-norm': dict(lr=.03, norm=True)}
 KINDS = dict(logits=LOGITS, keys=KEYS, variance=VARIANCE, mask=MASK, scores=SCORES)
 ROWS = {f'{kind}: {name}': (kind, kw) for kind, rows in KINDS.items() for name, kw in rows.items()}
 SEEDS = range(10)
 
 
-def logits(number, logits=exact, hidden=exact, offset=700., centre=None, z=0., steps=120):
+def logits(number, logits=exact, hidden=exact, head=exact, offset=700., centre=None, z=0., steps=120):
     "Loss on new text, and the mean of the head's bias at the end"
     net = char_transformer(seed=number)
     nn.init.constant_(net.head.bias, offset)
     inside = {}
     net.ln.register_forward_hook(lambda m, args, out: inside.update(hidden=out))
-    def head(x):
+    def predicted(x):
         net(x)
-        w, b, h = net.head.weight, net.head.bias, hidden(inside['hidden'])
+        w, b, h = head(net.head.weight), head(net.head.bias), hidden(inside['hidden'])
         if centre == 'before': return logits(F.linear(h, w - w.mean(0), b - b.mean()))
         out = logits(F.linear(h, w, b))
         if centre == 'after': out = out - out.mean(-1, keepdim=True)
         return out
     opt = torch.optim.AdamW(net.parameters(), 3e-3, weight_decay=.01)
     for x, y in batches(char_text(), 16, steps, number):
-        out = head(x)
+        out = predicted(x)
         loss = cross_entropy(out, y)
         if z: loss = loss + z*out.logsumexp(-1).square().mean()
         opt.zero_grad()
         loss.backward()
         opt.step()
     x, y = char_text().valid
-    with torch.no_grad(): return dict(loss=cross_entropy(head(x[:64]), y[:64]).item(), offset=net.head.bias.mean().item())
+    with torch.no_grad(): return dict(loss=cross_entropy(predicted(x[:64]), y[:64]).item(), offset=net.head.bias.mean().item())
 
 
 # --- one layer of attention that copies ---
@@ -89,13 +91,13 @@ class Copy(nn.Module):
 
 
 def int4(k):
-    "Sixteen steps, one scale for each key"
+    "Fifteen steps, one scale for each key"
     scale = k.abs().amax(-1, keepdim=True)/7
     return (k/scale).round()*scale
 
-def int4_channels(k):
-    "Sixteen steps between the least and the largest of each channel: a scale and a zero point"
-    low, high = k.amin(-2, keepdim=True), k.amax(-2, keepdim=True)
+def int4_between(k, axis):
+    "Sixteen steps between the least and the largest along an axis: a scale and a zero point for each key (-1) or channel (-2)"
+    low, high = k.amin(axis, keepdim=True), k.amax(axis, keepdim=True)
     scale = (high - low)/15
     return ((k - low)/scale).round()*scale + low
 
@@ -108,7 +110,8 @@ def smooth(fmt): return lambda k: fmt(k - k.mean(-2, keepdim=True))
 
 READ = {
     'FP32': {}, 'BF16 keys': dict(keys=bf16), 'BF16 scores': dict(scores=bf16), 'FP16 scores': dict(scores=fp16), 'FP8 keys': dict(keys=fp8),
-    'INT4 keys': dict(keys=int4), 'INT4, mean key out': dict(keys=smooth(int4)), 'INT4 by channel': dict(keys=int4_channels)}
+    'INT4 keys': dict(keys=int4), 'INT4, mean key out': dict(keys=smooth(int4)), 'INT4 by channel': dict(keys=lambda k: int4_between(k, -2)),
+    'INT4, a zero point for each key': dict(keys=lambda k: int4_between(k, -1))}
 
 def keys(number, size):
     "Accuracy of the same weights in each format, with a vector of this length added to all keys"
