@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['SIDE', 'ALPHABET', 'Data', 'digits', 'seed', 'batches', 'seeded', 'mlp', 'relu_mlp', 'deep_sigmoid', 'call_args',
            'predict', 'plain_step', 'cross_entropy', 'fit', 'accuracy', 'evaluate', 'half_pass', 'drawings', 'TwoHeads',
-           'two_heads', 'heads_loss', 'heads_score', 'encode_text', 'windows', 'char_text', 'CharTransformer',
-           'char_transformer', 'warmup_cosine', 'get_toy', 'Run', 'train_toy']
+           'two_heads', 'heads_loss', 'heads_score', 'train_data', 'encode_text', 'windows', 'char_text',
+           'CharTransformer', 'char_transformer', 'warmup_cosine', 'get_toy', 'Run', 'train_toy']
 
 # %% ../nbs/03_toys.ipynb #ce7ebb86
-import hashlib, importlib, math, os, platform, time
+import base64, hashlib, importlib, math, os, platform, time, zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -302,6 +302,20 @@ def heads_score(
     pred = model(x)
     right = pred[:, :10].argmax(1) == y[:, 0]
     return right.float().mean().item(), F.mse_loss(pred[:, 10:], y[:, 1:]).item()
+
+# %% ../nbs/03_toys.ipynb #38d71eee
+def train_data(
+    **start, # where the controls begin: fmt, k (log2 of the loss scale), lr, steps, masters, moves; and asks
+) -> dict: # what `Live('train', …)` of chapter 90 trains on
+    "The digits for a net that is trained in the page: pixels 0 to 16, then classes, deflated"
+    d = digits()
+    parts = []
+    for x, _ in (d.train, d.valid): parts.append((16*x).flatten())
+    for _, y in (d.train, d.valid): parts.append(y)
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    packed = packer.compress(torch.cat(parts).to(torch.uint8).numpy().tobytes())
+    text = base64.b64encode(packed + packer.flush()).decode()
+    return dict(digits=text, train=len(d.train[1]), valid=len(d.valid[1]), **start)
 
 # %% ../nbs/03_toys.ipynb #2587ebc6
 # 96 symbols; what is not among them is dropped

@@ -246,7 +246,7 @@ def test_all_together_stay_small():
 
 # --- in a browser ---
 
-CSP = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; font-src data:"
+CSP = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'wasm-unsafe-eval'; worker-src blob:; font-src data:"
 DATA = dict(bits=dict(number='0.1', left='fp32', right='bf16'), number_line=dict(fmt='fp16', w=1., k=-12, mode='nearest'),
             flight=dict(name='calm', amax=[2.**-20]*200, interval=20, bad=10, policies=['torch', 'als']),
             bytes=dict(model='a net', params=10**5, kept=dict(FP32=2e5, masters=1e5)),
