@@ -309,7 +309,7 @@ def heads_score(
 
 # %% ../nbs/03_toys.ipynb #38d71eee
 def train_data(
-    **start, # where the controls begin: fmt, k (log2 of the loss scale), lr, steps, masters, moves; and asks
+    **start, # where the figure begins: see the first lines of `live/train.mjs`
 ) -> dict: # what `Live('train', …)` of chapter 90 trains on
     "The digits for a net that is trained in the page: pixels 0 to 16, then classes, deflated"
     d = digits()
@@ -350,8 +350,10 @@ def _page_log(x):
     for k in range(19, 0, -2): p = p*(s*s) + 1/k
     return e*1.9082149292705877e-10 + (2*s*p + e*0.6931471803691238)
 
-def _add_products(c, a, b):
-    "c += a @ b in FP32, in the order of the inner index"
+# %% ../nbs/03_toys.ipynb #221f844d
+def _add_products(c, a, b, exact):
+    "c + a @ b in FP32; exact: in the order of the inner index"
+    if not exact: return c + a @ b
     product = np.empty_like(c)
     for k in range(len(b)):
         np.multiply(a[:, k:k + 1], b[k], out=product)
@@ -383,13 +385,18 @@ _PAGE_LAYERS = (
 class _PageState:
     "The weights and batches of the net that the page trains"
     def __init__(self, seed):
-        self.random, self.order, self.next = _page_random(seed), np.arange(1437), 1437
+        self.random = _page_random(seed)
+        self.order = np.arange(1437)
+        self.next = 1437
         x, y = digits().train
         large = F.interpolate(x, size=(32, 32), mode='bilinear')
-        self.x, self.classes, self.pixels = x.flatten(1).numpy(), y.numpy(), large.flatten(1).numpy()
+        self.x = x.flatten(1).numpy()
+        self.classes = y.numpy()
+        self.pixels = large.flatten(1).numpy()
         self.weights = {} # 64 rows of weights, then the biases
         for name, _, n in _PAGE_LAYERS:
-            real = 10 if name == 'name' else n # six more outputs are zero
+            real = n
+            if name == 'name': real = 10 # and six outputs of zero
             drawn = np.fromiter(islice(self.random, 65*real), float).reshape(65, real)
             self.weights[name] = np.zeros((65, n), np.float32)
             self.weights[name][:, :real] = (2*drawn - 1)/8
@@ -419,22 +426,24 @@ class _PageNet(_PageState):
     "What computes in it, without the step; `exact=False` adds in any order, ten times as fast"
     def __init__(self, fmt='fp16', lr=3e-3, masters=True, seed=0, exact=True):
         super().__init__(seed)
-        self.fmt, self.lr, self.masters, self.steps = get_format(fmt), lr, masters, 0
-        self.add = _add_products if exact else lambda c, a, b: c + a @ b
+        self.fmt, self.overflow = get_format(fmt), 'saturate'
+        if self.fmt.has_inf: self.overflow = 'inf'
+        self.lr, self.masters = lr, masters
+        self.exact, self.steps = exact, 0
 
     def cast(self, a):
         "Round to the format; the result is FP32 again"
-        overflow = 'inf' if self.fmt.has_inf else 'saturate'
-        return quantize(torch.from_numpy(a), self.fmt, overflow=overflow).numpy()
+        return quantize(torch.from_numpy(a), self.fmt, overflow=self.overflow).numpy()
 
     @np.errstate(over='ignore', invalid='ignore')
     def forward(self, low, x):
         "The outputs of all layers, from weights and inputs in the format"
         acts = {'x': x}
         for name, source, _ in _PAGE_LAYERS:
-            w = low[name]
-            out = self.cast(self.add(np.repeat(w[64:], len(x), 0), acts[source], w[:64]))
-            acts[name] = out if name in ('name', 'draw.3') else np.where(out < 0, np.float32(0), out)
+            biases = np.repeat(low[name][64:], len(x), 0)
+            out = self.cast(_add_products(biases, acts[source], low[name][:64], self.exact))
+            if name not in ('name', 'draw.3'): out = np.where(out < 0, np.float32(0), out)
+            acts[name] = out
         return acts
 
     @np.errstate(over='ignore', invalid='ignore')
@@ -442,7 +451,8 @@ class _PageNet(_PageState):
         "The gradients of all weights, in the format, S times as large"
         self.losses, heads = _page_loss(acts, y, S)
         behind, grads = {name: self.cast(g) for name, g in heads.items()}, {}
-        def product(a, b): return self.add(np.zeros((len(a), b.shape[1]), np.float32), a, b)
+        def product(a, b):
+            return _add_products(np.zeros((len(a), b.shape[1]), np.float32), a, b, self.exact)
         for name, source, _ in reversed(_PAGE_LAYERS):
             g = behind[name]
             of_weights = [product(acts[source].T, g), product(np.ones((1, 256), np.float32), g)]
@@ -450,14 +460,15 @@ class _PageNet(_PageState):
             if source == 'x': continue
             to = product(g, low[name][:64].T)
             to = self.cast(np.where(acts[source] > 0, to, np.float32(0)))
-            behind[source] = self.cast(behind[source] + to) if source in behind else to
+            behind[source] = self.cast(behind.get(source, 0) + to)
         return grads
 
     def adam(self, grads):
         "A step of Adam in FP32, with gradients from which S has been divided out"
         self.steps += 1
         b1, b2 = np.multiply.accumulate([(.9, .999)]*self.steps)[-1]
-        rate, root = np.float32(self.lr/(1 - b1)), np.float32(np.sqrt(1 - b2))
+        rate = np.float32(self.lr/(1 - b1))
+        root = np.float32(np.sqrt(1 - b2))
         for name, w in self.weights.items():
             g, m, v = grads[name], self.mean[name], self.square[name]
             m += np.float32(.1)*(g - m)

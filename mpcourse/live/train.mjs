@@ -7,7 +7,7 @@ import { engine } from './net.mjs';
 const SCALES = [-10, 24], TOP = { ce: 2.5, mse: .3 }, ASKS = { masters: 'weights kept in FP32', moves: 'the scale moves' };
 const COLORS = ['var(--mark)', 'light-dark(#c2570c,#f6a56b)', 'light-dark(#1b7a43,#6fd39a)'];      // of the trainings that stay in sight
 const FATES = { alive: 'var(--mark)', 'zero already': 'color-mix(in srgb,var(--dim) 35%,var(--paper,Canvas))', 'lost in this rounding': 'var(--bad)', 'too large': 'var(--over)' };
-const CSS = `.mpx .shown{margin:.6rem 0}.mpx .rows{display:grid;grid-template-columns:minmax(5.5rem,10rem) repeat(5,minmax(0,4.6rem));gap:.3rem .5rem;align-items:center}
+const CSS = `.mpx .bar+.bar{margin-top:.4rem}.mpx .shown{margin:.6rem 0}.mpx .rows{display:grid;grid-template-columns:minmax(5.5rem,10rem) repeat(5,minmax(0,4.6rem));gap:.3rem .5rem;align-items:center}
 .mpx .rows [role=img]{display:contents}.mpx .rows b{font-weight:600;border-left:.35rem solid var(--c);padding-left:.4rem;line-height:1.3}
 .mpx canvas{width:100%;display:block;image-rendering:pixelated;border:1px solid var(--line,#8886);border-radius:3px;box-sizing:border-box}
 .mpx figure.cell{margin:0;text-align:center;font-size:.8rem;line-height:1.25}.mpx .cell.wrong{color:var(--bad);font-weight:600}
@@ -51,7 +51,7 @@ export function mount(root, data) {
   fill(root, CSS, bar(el.fmt, el.k.label), bar(...asked, el.go, el.more), el.shown = make('div', { class: 'shown' }, still), el.says = says(),
     make('div', { class: 'two' }, el.ce = plot(150), el.mse = plot(150)), make('div', {}, 'the gradient behind each layer, in the last step:', ...keys),
     el.fates = make('div', { class: 'fates' }));
-  el.says.textContent = 'Train. Below each picture that the net draws stands the digit that it reads, in red where it is wrong. Then move the loss scale, and train on.';
+  el.says.textContent = 'Press train. Below each of the net’s drawings stands the digit that it reads, in red where it is wrong. Then move the loss scale, and train on.';
   /** What is moved while a net trains, or afterwards, changes that net: a cure in the middle of the illness. */
   function change(what) {
     if (!what.bad) Object.assign(state, what);
