@@ -476,6 +476,16 @@ class _PageNet(_PageState):
             w -= rate*(m/(np.sqrt(v)/root + np.float32(1e-8)))
             if not self.masters: w[...] = self.cast(w)
 
+# %% ../nbs/03_toys.ipynb #d3f934bc
+def _page_score(net):
+    "Accuracy, and the drawings' mean squared error, on the validation part"
+    x, y = digits().valid
+    exact = _PageNet('fp32', exact=False)
+    acts = exact.forward(net.weights, x.flatten(1).numpy())
+    pixels = F.interpolate(x, size=(32, 32), mode='bilinear').flatten(1).numpy()
+    right = acts['name'][:, :10].argmax(1) == y.numpy()
+    return right.mean().item(), np.square(acts['draw.3'] - pixels).mean().item()
+
 # %% ../nbs/03_toys.ipynb #2587ebc6
 # 96 symbols; what is not among them is dropped
 ALPHABET = '\n' + ''.join(chr(c) for c in range(32, 127))
