@@ -52,7 +52,6 @@ export function engine(random) {
       return at + 65 * l.n;
     }, 0);
     const name = by.name, picture = by['draw.3'];
-
     for (let i = 0; i < N * 64; i++) f[X + i] = data.x[i] / 16;
     const place = v => {
       const c = Math.min(7, Math.max(0, (v + .5) * 8 / SIDE - .5)), a = Math.floor(c);

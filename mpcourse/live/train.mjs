@@ -46,7 +46,7 @@ export function mount(root, data) {
   el.fmt = radios('forward and backward in', ['fp32', 'fp16', 'bf16', 'e4m3'].map(f => [f, f.toUpperCase()]), state.fmt, fmt => change({ fmt }));
   const box = make('input', { type: 'checkbox', checked: state[asks] }), asked = asks ? [make('label', {}, box, ASKS[asks])] : [];
   box.addEventListener('input', () => change({ [asks]: box.checked }));
-  if (asks === 'moves') asked.push(button('twenty bad batches', () => change({ bad: 20 })));
+  if (asks === 'moves') asked.push(el.bad = button('twenty bad batches', () => post({ set: { bad: 20 } })));
   const keys = Object.entries(FATES).map(([fate, color]) => make('span', { class: 'key', style: `--c:${color}` }, fate));
   fill(root, CSS, bar(el.fmt, el.k.label), bar(...asked, el.go, el.more), el.shown = make('div', { class: 'shown' }, still), el.says = says(),
     make('div', { class: 'two' }, el.ce = plot(150), el.mse = plot(150)), make('div', {}, 'the gradient behind each layer, in the last step:', ...keys),
@@ -54,7 +54,7 @@ export function mount(root, data) {
   el.says.textContent = 'Press train. Below each of the net’s drawings stands the digit that it reads, in red where it is wrong. Then move the loss scale, and train on.';
   /** What is moved while a net trains, or afterwards, changes that net: a cure in the middle of the illness. */
   function change(what) {
-    if (!what.bad) Object.assign(state, what);
+    Object.assign(state, what);
     post?.({ set: what });
   }
   function begin() {
@@ -73,6 +73,7 @@ export function mount(root, data) {
     el.go.textContent = running ? 'stop' : runs[0]?.steps.length ? 'train a new net' : 'train';
     el.more.textContent = left() > 0 ? 'go on' : `${state.steps} steps more`;
     el.more.disabled = running || !runs[0]?.steps.length;
+    if (el.bad) el.bad.disabled = !running;
   }
   function hear(m) {
     if (m.id !== id) return;                                // of the net before
@@ -127,7 +128,7 @@ export function mount(root, data) {
   function drawFates([zero, lost, large, n, weights], i) {
     const [, { children }, text] = el.bars[i];
     [n - zero - lost - large, zero, lost, large].forEach((v, j) => children[j].style.width = `${100 * v / n}%`);
-    text.textContent = large ? `${percent(large, n)} too large` : weights ? 'weights’: too large' : zero === n ? 'none arrives' : lost > n / 2000 ? `${percent(lost, n)} lost` : '';
+    text.textContent = large ? `${percent(large, n)} too large` : weights ? 'weights’ too large' : zero === n ? 'none arrives' : lost > n / 2000 ? `${percent(lost, n)} lost` : '';
   }
   function draw() {
     if (!truth) return;
