@@ -299,7 +299,7 @@ def test_a_figure_and_what_it_imports_are_one_program(name, tmp_path):
 @pytest.mark.parametrize('name', DRAWN)
 def test_a_page_carries_25_kb_at_most_and_asks_for_nothing(name):
     "A net that trains, with its kernel and its controls, takes a third more; with its digits it stays below 100 kB"
-    text, most = live_source(name), 33_000 if name == 'train' else 25_000
+    text, most = live_source(name), 34_000 if name == 'train' else 25_000
     if name == 'train': assert len(text.encode()) + len(json.dumps(train_data())) < 100_000
     assert len(text.encode()) < most and not re.search(r'^(import|export) |fetch\(|XMLHttp|https?://(?!www\.w3\.org)', text, re.M)
 

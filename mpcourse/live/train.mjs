@@ -131,14 +131,13 @@ export function mount(root, data) {
     text.textContent = large ? `${percent(large, n)} too large` : weights ? 'weights’ too large' : zero === n ? 'none arrives' : lost > n / 2000 ? `${percent(lost, n)} lost` : '';
   }
   function draw() {
-    if (!truth) return;
-    paint(runs[0]);
+    if (truth) paint(runs[0]);
     const width = Math.min(420, (room(root) - 24) / 2), base = 130, steps = Math.max(state.steps, ...runs.map(r => r.planned));
     for (const [svg, key, title] of [[el.ce, 'ce', 'cross-entropy'], [el.mse, 'mse', 'error of the drawings']]) {
       const y = v => base - clamp(v / TOP[key], 0, 1.05) * (base - 24);
       const path = all => all.flatMap((s, j) => isNaN(s[key]) ? [] : `${((j + 1) / steps * width).toFixed(1)} ${y(s[key]).toFixed(1)}`).join('L').replace(/^./, 'M$&');
       svg.setAttribute('width', width);
-      svg.setAttribute('aria-label', `${title}: ` + runs.map(r => `${r.path.join(', then ')} ends at ${r.steps.at(-1)?.[key].toFixed(3)}`).join('; '));
+      svg.setAttribute('aria-label', `${title}: ` + (runs.filter(r => r.steps.length).map(r => `${r.path.join(', then ')} ends at ${r.steps.at(-1)[key].toFixed(3)}`).join('; ') || 'no step yet'));
       svg.replaceChildren(words(0, 12, title), words(width, 16, minus(TOP[key]), 'end'), words(0, 146, '0'), words(width, 146, `${steps} steps`, 'end'),
         line(0, base, width, base, 'var(--dim)'), line(0, y(TOP[key]), width, y(TOP[key]), 'var(--line,#8884)'),
         ...runs.map((r, i) => make('path', { fill: 'none', stroke: r.color, 'stroke-width': i ? 1.2 : 2.2, d: path(r.steps) })).reverse());
@@ -152,5 +151,6 @@ export function mount(root, data) {
   }).observe(root);
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => truth && rows());
   redraw(root, draw);
+  draw();
   buttons();
 }
