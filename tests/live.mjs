@@ -24,7 +24,7 @@ async function trained(data, parts, plain) {
     net.set(conf);
     for (let i = 0; i < steps; i++) last = net.step();
   }
-  return { ...last, hash: net.hash() };
+  return { ...last, hash: net.hash(), fates: net.fates() };
 }
 
 let wrong = 0;
