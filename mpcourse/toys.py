@@ -5,18 +5,22 @@
 # %% auto #0
 __all__ = ['SIDE', 'ALPHABET', 'Data', 'digits', 'seed', 'batches', 'seeded', 'mlp', 'relu_mlp', 'deep_sigmoid', 'call_args',
            'predict', 'plain_step', 'cross_entropy', 'fit', 'accuracy', 'evaluate', 'half_pass', 'drawings', 'TwoHeads',
-           'two_heads', 'heads_loss', 'heads_score', 'encode_text', 'windows', 'char_text', 'CharTransformer',
-           'char_transformer', 'warmup_cosine', 'get_toy', 'Run', 'train_toy']
+           'two_heads', 'heads_loss', 'heads_score', 'train_data', 'encode_text', 'windows', 'char_text',
+           'CharTransformer', 'char_transformer', 'warmup_cosine', 'get_toy', 'Run', 'train_toy']
 
 # %% ../nbs/03_toys.ipynb #ce7ebb86
-import hashlib, importlib, math, os, platform, time
+import base64, hashlib, importlib, math, os, platform, time, zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
 from torch.func import functional_call
+
+from .formats import get_format
+from .rounding import quantize
 
 # %% ../nbs/03_toys.ipynb #8aad5a20
 @dataclass
@@ -302,6 +306,185 @@ def heads_score(
     pred = model(x)
     right = pred[:, :10].argmax(1) == y[:, 0]
     return right.float().mean().item(), F.mse_loss(pred[:, 10:], y[:, 1:]).item()
+
+# %% ../nbs/03_toys.ipynb #38d71eee
+def train_data(
+    **start, # where the figure begins: see the first lines of `live/train.mjs`
+) -> dict: # what `Live('train', …)` of chapter 90 trains on
+    "The digits for a net that is trained in the page: pixels 0 to 16, then classes, deflated"
+    d = digits()
+    parts = []
+    for x, _ in (d.train, d.valid): parts.append((16*x).flatten())
+    for _, y in (d.train, d.valid): parts.append(y)
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    packed = packer.compress(torch.cat(parts).to(torch.uint8).numpy().tobytes())
+    text = base64.b64encode(packed + packer.flush()).decode()
+    return dict(digits=text, train=len(d.train[1]), valid=len(d.valid[1]), **start)
+
+# %% ../nbs/03_toys.ipynb #db88ecbf
+def _page_random(seed):
+    "The page's numbers in [0, 1): mulberry32"
+    full = 2**32 - 1
+    while True:
+        seed = seed + 0x6D2B79F5 & full
+        t = (seed ^ seed >> 15)*(1 | seed) & full
+        t ^= t + ((t ^ t >> 7)*(61 | t) & full) & full
+        yield (t ^ t >> 14)/2**32
+
+def _page_exp(x):
+    "From + − × and powers of two, because the last bit of np.exp depends on the machine"
+    n = np.floor(x*1.4426950408889634 + .5)
+    r = x - n*0.6931471803691238 - n*1.9082149292705877e-10
+    p = np.full_like(x, 1/math.factorial(13))
+    for k in range(12, -1, -1): p = p*r + 1/math.factorial(k)
+    return np.ldexp(p, np.nan_to_num(n).clip(-1000, 0).astype(int))
+
+def _page_log(x):
+    "Likewise, by the series of artanh"
+    m, e = np.frexp(x)
+    small = m < .7071067811865476
+    m = np.where(small, 2*m, m)
+    e = np.where(small, e - 1, e)
+    s = (m - 1)/(m + 1)
+    p = np.full_like(s, 1/21)
+    for k in range(19, 0, -2): p = p*(s*s) + 1/k
+    return e*1.9082149292705877e-10 + (2*s*p + e*0.6931471803691238)
+
+# %% ../nbs/03_toys.ipynb #221f844d
+def _add_products(c, a, b, exact):
+    "c + a @ b in FP32; exact: in the order of the inner index"
+    if not exact: return c + a @ b
+    product = np.empty_like(c)
+    for k in range(len(b)):
+        np.multiply(a[:, k:k + 1], b[k], out=product)
+        c += product
+    return c
+
+def _page_loss(acts, y, S):
+    "Cross-entropy and squared error, and the gradients of the loss times S at both heads"
+    classes, pixels = y
+    rows = np.arange(256)
+    z = acts['name'][:, :10].astype(float)
+    high = z.max(1, keepdims=True)
+    e = _page_exp(z - high)
+    total = np.add.accumulate(e, 1)[:, -1:]
+    each = _page_log(total[:, 0]) - (z[rows, classes] - high[:, 0])
+    off = acts['draw.3'] - pixels
+    squares = np.add.accumulate(off.ravel().astype(float)**2)
+    name = np.zeros((256, 16), np.float32)
+    name[:, :10] = (e/total).astype(np.float32) - np.eye(10, dtype=np.float32)[classes]
+    weight = np.float32(2*.01*1024/4096/off.size) # the gradient of a pixel as with 64 × 64
+    losses = np.add.accumulate(each)[-1]/256, squares[-1]/off.size
+    return losses, {'name': name*np.float32(S/256), 'draw.3': off*(weight*np.float32(S))}
+
+# %% ../nbs/03_toys.ipynb #8f6486bd
+_PAGE_LAYERS = (
+    ('body.1', 'x', 64), ('body.2', 'body.1', 64), ('name', 'body.2', 16),
+    ('draw.1', 'body.2', 64), ('draw.2', 'draw.1', 64), ('draw.3', 'draw.2', 1024))
+
+class _PageState:
+    "The weights and batches of the net that the page trains"
+    def __init__(self, seed):
+        self.random = _page_random(seed)
+        self.order = np.arange(1437)
+        self.next = 1437
+        x, y = digits().train
+        large = F.interpolate(x, size=(32, 32), mode='bilinear')
+        self.x = x.flatten(1).numpy()
+        self.classes = y.numpy()
+        self.pixels = large.flatten(1).numpy()
+        self.weights = {} # 64 rows of weights, then the biases
+        for name, _, n in _PAGE_LAYERS:
+            real = n
+            if name == 'name': real = 10 # and six outputs of zero
+            drawn = np.fromiter(islice(self.random, 65*real), float).reshape(65, real)
+            self.weights[name] = np.zeros((65, n), np.float32)
+            self.weights[name][:, :real] = (2*drawn - 1)/8
+        self.mean = {name: np.zeros_like(w) for name, w in self.weights.items()}
+        self.square = {name: np.zeros_like(w) for name, w in self.weights.items()}
+
+    def batch(self):
+        "Inputs and targets (classes, pixels) of the next 256 digits"
+        if self.next + 256 > 1437:
+            for i in range(1436, 0, -1):
+                j = int(next(self.random)*(i + 1))
+                self.order[[i, j]] = self.order[[j, i]]
+            self.next = 0
+        ids = self.order[self.next:self.next + 256]
+        self.next += 256
+        return self.x[ids], (self.classes[ids], self.pixels[ids])
+
+    def hash(self):
+        "What the page calls the hash of all weights (FNV-1a)"
+        h = 14695981039346656037
+        for w in self.weights.values():
+            for bits in w.ravel().view(np.uint32).tolist(): h = (h ^ bits)*1099511628211 % 2**64
+        return f'{h:016x}'
+
+# %% ../nbs/03_toys.ipynb #4a772fd9
+class _PageNet(_PageState):
+    "What computes in it, without the step; `exact=False` adds in any order, ten times as fast"
+    def __init__(self, fmt='fp16', lr=3e-3, masters=True, seed=0, exact=True):
+        super().__init__(seed)
+        self.fmt, self.overflow = get_format(fmt), 'saturate'
+        if self.fmt.has_inf: self.overflow = 'inf'
+        self.lr, self.masters = lr, masters
+        self.exact, self.steps = exact, 0
+
+    def cast(self, a):
+        "Round to the format; the result is FP32 again"
+        return quantize(torch.from_numpy(a), self.fmt, overflow=self.overflow).numpy()
+
+    @np.errstate(over='ignore', invalid='ignore')
+    def forward(self, low, x):
+        "The outputs of all layers, from weights and inputs in the format"
+        acts = {'x': x}
+        for name, source, _ in _PAGE_LAYERS:
+            biases = np.repeat(low[name][64:], len(x), 0)
+            out = self.cast(_add_products(biases, acts[source], low[name][:64], self.exact))
+            if name not in ('name', 'draw.3'): out = np.where(out < 0, np.float32(0), out)
+            acts[name] = out
+        return acts
+
+    @np.errstate(over='ignore', invalid='ignore')
+    def backward(self, low, acts, y, S):
+        "The gradients of all weights, in the format, S times as large"
+        self.losses, heads = _page_loss(acts, y, S)
+        behind, grads = {name: self.cast(g) for name, g in heads.items()}, {}
+        def product(a, b):
+            return _add_products(np.zeros((len(a), b.shape[1]), np.float32), a, b, self.exact)
+        for name, source, _ in reversed(_PAGE_LAYERS):
+            g = behind[name]
+            of_weights = [product(acts[source].T, g), product(np.ones((1, 256), np.float32), g)]
+            grads[name] = self.cast(np.concatenate(of_weights))
+            if source == 'x': continue
+            to = product(g, low[name][:64].T)
+            to = self.cast(np.where(acts[source] > 0, to, np.float32(0)))
+            behind[source] = self.cast(behind.get(source, 0) + to)
+        return grads
+
+    def adam(self, grads):
+        "A step of Adam in FP32, with gradients from which S has been divided out"
+        self.steps += 1
+        b1, b2 = np.multiply.accumulate([(.9, .999)]*self.steps)[-1]
+        rate = np.float32(self.lr/(1 - b1))
+        root = np.float32(np.sqrt(1 - b2))
+        for name, w in self.weights.items():
+            g, m, v = grads[name], self.mean[name], self.square[name]
+            m += np.float32(.1)*(g - m)
+            v[...] = np.float32(.999)*v + np.float32(.001)*(g*g)
+            w -= rate*(m/(np.sqrt(v)/root + np.float32(1e-8)))
+            if not self.masters: w[...] = self.cast(w)
+
+# %% ../nbs/03_toys.ipynb #d3f934bc
+def _page_score(net):
+    "Accuracy, and the drawings' mean squared error, on the validation part"
+    x, y = digits().valid
+    exact = _PageNet('fp32', exact=False)
+    acts = exact.forward(net.weights, x.flatten(1).numpy())
+    pixels = F.interpolate(x, size=(32, 32), mode='bilinear').flatten(1).numpy()
+    right = acts['name'][:, :10].argmax(1) == y.numpy()
+    return right.mean().item(), np.square(acts['draw.3'] - pixels).mean().item()
 
 # %% ../nbs/03_toys.ipynb #2587ebc6
 # 96 symbols; what is not among them is dropped

@@ -86,6 +86,24 @@ WRONG = {
     'check_apart': ("""
         def apart(lr): return 0.""", """
         def apart(lr): return 1."""),
+    # 05: computes with the FP32 weights; divides in FP16; does not look
+    'check_page_step': ("""
+        def page_step(net, S):
+            x, y = net.batch()
+            acts = net.forward(net.weights, net.cast(x))
+            grads = {name: g/np.float32(S) for name, g in net.backward(net.weights, acts, y, S).items()}
+            if all(np.isfinite(g).all() for g in grads.values()): net.adam(grads)""", """
+        def page_step(net, S):
+            x, y = net.batch()
+            low = {name: net.cast(w) for name, w in net.weights.items()}
+            grads = net.backward(low, net.forward(low, net.cast(x)), y, S)
+            grads = {name: net.cast(g/np.float32(S)) for name, g in grads.items()}
+            if all(np.isfinite(g).all() for g in grads.values()): net.adam(grads)""", """
+        def page_step(net, S):
+            x, y = net.batch()
+            low = {name: net.cast(w) for name, w in net.weights.items()}
+            grads = net.backward(low, net.forward(low, net.cast(x)), y, S)
+            net.adam({name: g/np.float32(S) for name, g in grads.items()})"""),
     # 06: chunks do not help
     'check_stall': 'lambda man_bits, chunk: 2**(man_bits + 1)',
     # 06: takes the smallest number for the edge, though half of it is rounded up to it

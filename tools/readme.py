@@ -86,13 +86,22 @@ def slim(
     return out
 
 
+def still(
+    out: dict, # an output
+) -> dict: # the picture that a live figure holds; another output as it is
+    "What stands where scripts do not run"
+    png = re.search('<img [^>]*src="data:image/png;base64,([^"]+)"', out.get('data', {}).get('text/html', ''))
+    return nbformat.v4.new_output('display_data', {'image/png': png[1]}) if png else out
+
+
 def keep_shown(
     cell: dict, # a code cell that has been run; changed in place
 ):
-    "Keep the outputs that README.md can show: no warnings, nothing hidden, no figure that needs a script"
+    "Keep the outputs that README.md can show: no warnings, nothing hidden, of a figure that needs a script at most its still picture"
+    d = directives(cell.source)[0]
+    if d.get('readme') == 'still': cell.outputs = [still(o) for o in cell.outputs]
     def shown(o): return o.get('name') != 'stderr' and '<script' not in o.get('data', {}).get('text/html', '')
-    hidden = is_hidden(directives(cell.source)[0])
-    cell.outputs = [] if hidden else [slim(o) for o in cell.outputs if shown(o)]
+    cell.outputs = [] if is_hidden(d) else [slim(o) for o in cell.outputs if shown(o)]
     cell.execution_count = None
 
 
