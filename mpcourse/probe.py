@@ -181,6 +181,14 @@ ADVICE = {
     'swallowed updates': 'keep FP32 master weights, or round stochastically, or with compensation',
     'a product in few bits': 'use smaller blocks, a wider format, or FP32 sums for this product',
     'rounding': 'compute this op in more bits'}
+LIMITS = dict(          # from which on a fault is named; judged on the trainings of this chapter
+    error=.2,           # over the standard deviation, of a result
+    gradient=5,         # times that, of a gradient
+    jump=4,             # times the error that came in
+    large=.5, grown=5,  # error of a later fault that counts more, and times the first one's
+    own=.25,            # share of the error that this op alone makes
+    flushed=.3, still=.5, distinct=.7,  # shares of the entries
+    spacings=4)         # of the format, in a standard deviation
 _PRODUCTS = {'linear', 'matmul', '__matmul__', 'mm', 'bmm', 'einsum', 'addmm', 'baddbmm', 'conv1d',
              'conv2d', 'conv3d', 'scaled_dot_product_attention'}
 
@@ -189,14 +197,14 @@ def fault(
     row:Row, # whose error begins here
 )->str: # one of `ADVICE`
     "Which kind of fault it is"
-    amplified = row.own is not None and row.own < row.error/4
+    amplified = row.own is not None and row.own < LIMITS['own']*row.error
     if row.error == math.inf: return 'overflow'
-    if row.still > .5: return 'a state that stands still'
-    if row.distinct and row.distinct[1] < .7*row.distinct[0]: return 'lost values'
+    if row.still > LIMITS['still']: return 'a state that stands still'
+    if row.distinct and row.distinct[1] < LIMITS['distinct']*row.distinct[0]: return 'lost values'
     if row.op in _SUMS and amplified: return 'cancellation'
     if amplified: return 'an enlarged error'
-    if row.flushed > .3: return 'underflow'
-    if row.spacings < 4: return 'a large offset'
+    if row.flushed > LIMITS['flushed']: return 'underflow'
+    if row.spacings < LIMITS['spacings']: return 'a large offset'
     if row.direction == 'forward' and row.op in _PRODUCTS: return 'a product in few bits'
     return 'rounding'
 
@@ -377,7 +385,8 @@ def compare(self:Reference, number, call, k, ref, carried):
         row.still = share_of(before[1] == low, before[0] != ref)
     self.last[here] = ref, low
     overflowed = row.error == math.inf and carried < math.inf
-    if overflowed or row.error > self.serious and row.error > 4*carried and ref.numel() > 1:
+    jumped = row.error > self.serious and row.error > LIMITS['jump']*carried
+    if overflowed or jumped and ref.numel() > 1:
         self.explain(row, call, k, ref)
         row.kind = fault(row)
     self.rows.append(row)
@@ -431,8 +440,9 @@ def gradient(self:Reference, direction, consumers, ref, low, name=None):
     ref = entries(ref, self.most).float()
     dtype, low = low.dtype, low.float()/self.scale
     row = compared(direction, call.op, name, call.place, ref, low, dtype, carried)
-    begins = row.error > 5*self.serious and row.error > 4*carried
-    lost = row.error > self.serious and row.flushed > .3
+    begins = row.error > LIMITS['gradient']*self.serious
+    begins = begins and row.error > LIMITS['jump']*carried
+    lost = row.error > self.serious and row.flushed > LIMITS['flushed']
     size = max((self.sizes.get(c, 0.) for c in consumers), default=0.)
     # a sum of which nothing is left in FP32, either, such as that of a bias before BatchNorm
     row.noise = bool(ref.square().mean().sqrt() < 1e-4*size)
@@ -473,7 +483,7 @@ def update(self:Reference, name, moved, low, before):
     op, place = 'optimizer', ('', 0)
     row = compared('update', op, name, place, ref, got, torch.float32, 0.)
     row.still = share_of(got == 0, ref != 0)
-    if row.still > .5: row.kind = 'swallowed updates'
+    if row.still > LIMITS['still']: row.kind = 'swallowed updates'
     self.rows.append(row)
 
 # %% ../nbs/18_probe.ipynb #18000053
@@ -585,7 +595,7 @@ class ProbeReport:
             if not row.kind: continue
             here = row.direction, row.place, row.name if row.direction != 'forward' else ''
             first.setdefault(here, row)
-            turns = [r.still for r in self.rows if r.place == row.place and r.still > .5]
+            turns = [r for r in self.rows if r.place == row.place and r.still > LIMITS['still']]
             if row.direction == 'forward' and len(turns) > 2:
                 first[here].kind = 'a state that stands still'
             elif row.kind == 'cancellation' and first[here].kind != row.kind: first[here] = row
@@ -598,8 +608,9 @@ class ProbeReport:
         if not faults: return None
         row = faults[0]
         for later in faults[1:]:
-            grown = later.error > max(.5, 5*row.error)
-            if later.direction == 'forward' and row.error < .5 and grown: row = later
+            grown = later.error > max(LIMITS['large'], LIMITS['grown']*row.error)
+            small = row.error < LIMITS['large']
+            if later.direction == 'forward' and small and grown: row = later
         return row
 
     def sentence(self)->str:
@@ -676,7 +687,7 @@ def probe_precision(
     kind = next(model.parameters()).device.type
     if isinstance(scale, LossScaler): scale = scale.scale.item()
     a = arithmetic(scheme, kind)
-    serious = serious or max(.2, 4*a.unit)
+    serious = serious or max(LIMITS['error'], 4*a.unit)
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices), torch.enable_grad():
         low, low_model, low_opt = run_low(model, opt, batch, loss_func, a, most, scale)
