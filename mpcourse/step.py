@@ -464,6 +464,8 @@ def validate_unmoved(
         'A gradient hook moved a weight during the backward pass, by a gradient that still carries '
         'the loss scale: let the optimizer step after the backward pass.')
 
+
+# %% ../nbs/09_step.ipynb #0c37ec3d
 _LOGS = re.compile(r'(Log|Log1P|Log2|Log10|BinaryCrossEntropy)Backward')
 _PROBABILITIES = re.compile('(Sigmoid|Softmax)Backward')
 _BETWEEN = re.compile('(Add|Sub|Rsub|Neg|Mul|Div|Clamp|ToCopy|View|UnsafeView|Squeeze|Unsqueeze|'

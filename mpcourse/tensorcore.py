@@ -330,6 +330,18 @@ def gpu_matmul(
     _validate_promote(promote, core)
     return _promoted(a, b, fmts, core, promote, c)
 
+# %% ../nbs/23_tensorcore.ipynb #c9d4d7c0
+#| code-fold: true
+def _validate_scales(s, fmt):
+    "ValueError for a scale that its eight bits cannot hold; the sign of NVFP4's is ignored"
+    if fmt == 'nvfp4': return _validate_operand(s, 'e4m3')
+    mantissa, exponent = torch.frexp(s.double())
+    fits = (mantissa == .5) & (exponent > e8m0.emin) & (exponent <= e8m0.emax + 1) | s.isnan()
+    if not fits.all():
+        raise ValueError(f'{s[~fits][0].item()!r} is no scale of {fmt}: give powers of two from '
+                         '2^-127 to 2^127, or NaN.')
+
+
 # %% ../nbs/23_tensorcore.ipynb #5d0b8217
 #| code-fold: true
 def _validate_blocks(a, b, fmt, scales):
@@ -345,15 +357,6 @@ def _validate_blocks(a, b, fmt, scales):
                          'and whole groups.')
     for x in (a, b): _validate_operand(x, entries)
     for s in scales: _validate_scales(s, fmt)
-
-def _validate_scales(s, fmt):
-    "ValueError for a scale that its eight bits cannot hold; the sign of NVFP4's is ignored"
-    if fmt == 'nvfp4': return _validate_operand(s, 'e4m3')
-    mantissa, exponent = torch.frexp(s.double())
-    fits = (mantissa == .5) & (exponent > e8m0.emin) & (exponent <= e8m0.emax + 1) | s.isnan()
-    if not fits.all():
-        raise ValueError(f'{s[~fits][0].item()!r} is no scale of {fmt}: give powers of two from '
-                         '2^-127 to 2^127, or NaN.')
 
 def _with_scales(x, scale):
     "Entries of MXFP8 times their scales, and the sums of their exponents"

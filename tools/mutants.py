@@ -88,7 +88,7 @@ M = [Mutant(*row) for row in (
     ('half', 'policy[name] = torch.float32 if buffer or made_by_hook or m in wide else dtype', 'policy[name] = dtype', 6, 'casts_all or norm'),
     ('half', 'torch.float32 if buffer or made_by_hook or m in wide else dtype', 'torch.float32 if made_by_hook or m in wide else dtype', 6, 'rotary'),
     ('half', 'return is_norm(m) or isinstance(m, (_Loss, ParametrizationList))', 'return isinstance(m, (_Loss, ParametrizationList))', 6, 'casts_all or norm'),
-    ('half', 'if keeps_fp32(m) and not takes_half(m): m.forward = FP32Forward(m, dtype)', 'if keeps_fp32(m) and not takes_half(m): pass', 6, 'norm_computes'),
+    ('half', 'if keeps_fp32(m): m.forward = FP32Forward(m, dtype)', 'if keeps_fp32(m): pass', 6, 'norm_computes'),
     ('half', 'return out if isinstance(self.module, _Loss) else cast(out, self.dtype)', 'return out', 6, 'norm_computes'),
     ('half', 'with torch.autocast(device, self.dtype): out', 'with torch.autocast(device, self.dtype, False): out', 6, 'buffer_meets'),
     ('half', 'setattr(m, name, False)', 'pass', 6, 'padding_mask'),
