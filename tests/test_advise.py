@@ -265,3 +265,12 @@ def test_no_remark_contradicts_the_table(name):
     said, words = ' '.join(advice.remarks), {n: v for n, (v, _) in advice.verdicts.items()}
     assert ('no scale here mends that' in said) <= ('yes' not in (words['FP16 measured'], words['FP16 scale 1']))
     assert 'either' not in said
+
+
+def test_a_batch_of_nan_does_not_reach_the_weights():
+    "They are shared with the training"
+    t = linear()
+    x, y = next(t.batches())
+    was = copy.deepcopy(t.model.state_dict())
+    for name in ('BF16', 'FP16 hold', 'E4M3 per tensor'): assert SchemeProbe(name, t).gradients(t.model, (x*math.nan, y)) is None
+    assert all(torch.equal(a, b) for a, b in zip(was.values(), t.model.state_dict().values()))
