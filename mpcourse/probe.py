@@ -713,9 +713,14 @@ def note_errors(
     loss_func:Callable, # likewise
     scheme:object='bf16', # likewise
 ):
-    "Give the collection that is due a column 'error' beside FP32; does nothing in other steps"
+    """Give the collection that is due a column 'error' beside FP32; does nothing in other steps
+
+    ValueError for a scaler with a scale for each layer."""
     if collector.seen is None: return
     scale = float(1/inverse_scale(collector.scaler))
+    if math.isnan(scale): raise ValueError(
+        f'{collector.scaler!r} has a scale for each layer, and a probe has one: '
+        'give the collector no scaler.')
     report = probe_precision(collector.model, batch, loss_func, scheme, scale)
     kinds = dict(forward='activation', backward='activation_grad', weight='weight_grad')
     errors = {}
