@@ -7,7 +7,7 @@ __all__ = ['PROBES', 'STEPS', 'STORED', 'weight_matrices', 'projection_ratio', '
            'ProbeResults', 'advise_schemes']
 
 # %% ../nbs/34_advise.ipynb #eb62e07a
-import math
+import math, traceback
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -16,10 +16,13 @@ from itertools import chain
 from statistics import median
 
 import torch
+from fastcore.basics import patch
 from torch import nn
 
 from .compare import Training, validate_scheme_name
+from .fp8 import CastConfig, Recipe, RECIPES
 from .plots import figure_html
+from .probe import probe_precision
 from .rounding import quantize
 from .toys import plain_step, seeded
 
@@ -45,7 +48,7 @@ def judge(
     if share >= YES: return 'yes', why
     return 'cannot tell', why
 
-# %% ../nbs/34_advise.ipynb #98079ea1
+# %% ../nbs/34_advise.ipynb #112ec2fa
 def weight_matrices(
     model:nn.Module,
 )->dict: # name -> weight matrix; biases and norms are left out
@@ -58,8 +61,14 @@ def projection_ratio(
     "How much of g is in s"
     return ((s*g).sum()/(g*g).sum()).item()
 
+
+# %% ../nbs/34_advise.ipynb #98079ea1
+class _Still(torch.optim.SGD):
+    "Takes no step: at a learning rate of 0, an infinite gradient would make a NaN"
+    def step(self, closure=None): pass
+
 class SchemeProbe:
-    "A scheme that runs on a copy of the model, with the weights that it is given"
+    "A scheme that runs on a copy of the model, whose weights are those that it is shown"
     def __init__(self,
         name:str, # one of `SCHEMES`
         t:Training, # its first batch is the one that a scheme measures
@@ -67,10 +76,20 @@ class SchemeProbe:
         self.t = replace(t, model=deepcopy(t.model))
         self.step = validate_scheme_name(name)(self.t)
         self.scaler = getattr(self.step, 'scaler', None)
+        self.share(t.model)
+
+    def share(self, model):
+        "Compute with the weights of a model, not with copies, and with copies of its buffers"
+        weights = dict(model.named_parameters())
+        for name, p in self.t.model.named_parameters():
+            p.grad = None
+            p.data = weights[name].data
+        self.t.model.load_state_dict(model.state_dict(), strict=False)
 
     def once(self, batch, seed):
-        "Run one step with learning rate 0; return its loss and whether it was skipped"
-        opt = torch.optim.SGD(self.t.model.parameters(), lr=0.)
+        "Run one step that moves nothing; return its loss and whether it was skipped"
+        opt = _Still(self.t.model.parameters(), lr=0.)
+        opt.zero_grad()                                     # before the forward pass: makes room
         with seeded(seed): out = self.step(self.t.model, *batch, opt, self.t.loss_func)
         if isinstance(out, dict): return out
         return dict(loss=out, skipped=0)
@@ -90,15 +109,42 @@ class SchemeProbe:
         seed:int=0, # of dropout
     )->dict: # name -> gradient as the optimizer gets it, FP32; None if the batch is lost
         "The gradients that the scheme computes from a batch"
-        self.t.model.load_state_dict(model.state_dict(), strict=False)
+        self.share(model)
         out = self.settle(batch, seed)
-        if out['skipped'] or not math.isfinite(float(out['loss'])): return None
         grads = {}
         for name, p in weight_matrices(self.t.model).items():
-            if p.grad is None: continue
-            if not p.grad.isfinite().all(): return None
-            grads[name] = p.grad.float()
+            if p.grad is not None: grads[name] = p.grad.float()
+        for p in self.t.model.parameters(): p.grad = None
+        lost = out['skipped'] or not math.isfinite(float(out['loss']))
+        if lost or not all(g.isfinite().all() for g in grads.values()): return None
         return grads
+
+# %% ../nbs/34_advise.ipynb #0e9d013d
+def owners(
+    opt, # of the model's parameters
+    model:nn.Module,
+)->dict: # name -> (parameter, its group in the optimizer)
+    "Where each parameter of the model stands in the optimizer"
+    names = {p: n for n, p in model.named_parameters()}
+    found = {}
+    for group in opt.param_groups:
+        for p in group['params']:
+            if p in names: found[names[p]] = p, group
+    return found
+
+def step_of(
+    g:torch.Tensor, # a gradient
+    p:nn.Parameter, group:dict, # of `owners`
+    opt, # of the model's parameters
+)->torch.Tensor: # the step, without the learning rate
+    "A gradient as the optimizer scales it: Adam divides by its root mean square, SGD does not"
+    if 'betas' not in group or 'eps' not in group: return g
+    beta = group['betas'][1]
+    state = opt.state.get(p, {})
+    v = beta*state.get('exp_avg_sq', 0.) + (1 - beta)*g.square()
+    v = v/(1 - beta**(float(state.get('step', 0)) + 1))
+    return g/(v.sqrt() + group['eps'])
+
 
 # %% ../nbs/34_advise.ipynb #278de3ba
 def as_taken(
@@ -106,20 +152,10 @@ def as_taken(
     opt, # of the model's parameters
     model:nn.Module,
 )->dict: # name -> step, without the learning rate
-    "Gradients as the optimizer scales them: Adam divides by its root mean square, SGD does not"
-    names = {p: n for n, p in model.named_parameters()}
+    "Gradients as the optimizer scales them"
     steps = dict(grads or {})
-    for group in opt.param_groups:
-        if 'betas' not in group or 'eps' not in group: continue
-        beta = group['betas'][1]
-        for p in group['params']:
-            name = names.get(p)
-            if name not in steps: continue
-            g = steps[name]
-            state = opt.state.get(p, {})
-            v = beta*state.get('exp_avg_sq', 0.) + (1 - beta)*g.square()
-            v = v/(1 - beta**(float(state.get('step', 0)) + 1))
-            steps[name] = g/(v.sqrt() + group['eps'])
+    for name, (p, group) in owners(opt, model).items():
+        if name in steps: steps[name] = step_of(steps[name], p, group, opt)
     return steps
 
 def arrived(
@@ -132,29 +168,25 @@ def arrived(
 class ShadowModel:
     "Weights stored in BF16 that receive FP32's updates, to see how far they get"
     def __init__(self,
-        model:nn.Module,
+        model:nn.Module, # where the training begins; it stays as it is
         rounding:str, # 'nearest' or 'stochastic'
     ):
-        self.rounding = rounding
-        self.first = {n: p.detach().clone() for n, p in weight_matrices(model).items()}
-        self.last = dict(self.first)
-        self.start = {n: quantize(w, 'bf16') for n, w in self.first.items()}
-        self.stored = dict(self.start)
+        self.first, self.rounding = model, rounding
+        self.stored = {n: p.detach().bfloat16() for n, p in weight_matrices(model).items()}
 
-    def follow(self, model):
-        "After a step of FP32, add the same update and round"
+    def follow(self, before, model):
+        "Add the update of a step of FP32, from the weights before it, and round"
         for n, p in weight_matrices(model).items():
-            update = p.detach() - self.last[n]
-            self.last[n] = p.detach().clone()
-            self.stored[n] = quantize(self.stored[n] + update, 'bf16', self.rounding)
+            moved = self.stored[n].float() + (p.detach() - before[n])
+            self.stored[n] = quantize(moved, 'bf16', self.rounding).bfloat16()
 
-    def arrived(self)->dict: # name -> share of FP32's way that it has gone
-        "How far each stored weight has moved"
-        stored, fp32 = {}, {}
-        for n in self.first:
-            stored[n] = self.stored[n] - self.start[n]
-            fp32[n] = self.last[n] - self.first[n]
-        return arrived(stored, fp32)
+    def arrived(self, model)->dict: # name -> share of FP32's way that it has gone
+        "How far each stored weight has moved, beside those of a trained model"
+        trained, shares = weight_matrices(model), {}
+        for n, first in weight_matrices(self.first).items():
+            stored = self.stored[n].float() - quantize(first.detach(), 'bf16')
+            shares |= arrived({n: stored}, {n: trained[n].detach() - first.detach()})
+        return shares
 
 # %% ../nbs/34_advise.ipynb #fbb1c960
 PROBES = 0, 1, 3, 7, 15, 31, 63, 99         # dense where a net leaves its start
@@ -163,18 +195,21 @@ STEPS = ('BF16', 'FP16 scale 1', 'FP16 measured', 'FP16 hold', 'FP16 ALS', 'FP16
          'NVFP4 readout in FP32')
 STORED = {'BF16 weights': 'nearest', 'BF16 weights stochastic': 'stochastic'}
 
+
+# %% ../nbs/34_advise.ipynb #a8224cd5
 class ProbeResults:
     "What was seen of each scheme"
-    def __init__(self, t, schemes):
-        self.t = t
+    def __init__(self, t, schemes, first):
+        self.first = first  # the model before its training
         self.probes = {}    # scheme -> SchemeProbe
         self.shadows = {}   # scheme -> ShadowModel
         self.seen = {}      # scheme -> what arrived, at each probe
         self.refused = {}   # scheme -> why it refuses the net
+        self.tracebacks = {} # scheme -> of the exception by which it does, or by which a probe ends
         self.losses = []    # of FP32, step by step
         self.sizes = []     # log2 of the root mean square of FP32's gradients
         for name in schemes:
-            if name in STORED: self.shadows[name] = ShadowModel(t.model, STORED[name])
+            if name in STORED: self.shadows[name] = ShadowModel(first, STORED[name])
             else: self.guarded(name, self.add, t)
         self.fp32 = SchemeProbe('FP32', t)
 
@@ -185,25 +220,20 @@ class ProbeResults:
     def guarded(self, name, do, *args):
         "Call `do`, or note why the scheme refuses the net"
         try: do(name, *args)
-        except Exception as e: self.refused[name] = f'{type(e).__name__}: {e}'
-
-    def settings(self):
-        "The loss scale that each scheme has found, as text"
-        found = {}
-        for name, probe in self.probes.items():
-            if not probe.scaler or name in self.refused: continue
-            scale = probe.scaler.scale.item()
-            if scale != 1: found[name] = f'loss scale 2^{math.log2(scale):.0f}'
-        return found
+        except Exception as e:
+            self.refused[name] = f'{type(e).__name__}: {e}'
+            self.tracebacks[name] = traceback.format_exc()
 
     def look(self, model, opt, batch, seed):
         "Run all schemes on one batch, from the same weights"
+        model.zero_grad()                                   # makes room
         grads = self.fp32.gradients(model, batch, seed)
         if grads is None:
             raise ValueError(f'In FP32 the gradient of step {seed} is not finite, so the format is '
                              'not the cause: mend the training.')
         self.sizes += [g.square().mean().sqrt().log2().item() for g in grads.values() if g.any()]
         fp32 = as_taken(grads, opt, model)
+        del grads
         for name in self.probes:
             if name not in self.refused:
                 self.guarded(name, self.compare, model, opt, batch, seed, fp32)
@@ -211,61 +241,132 @@ class ProbeResults:
     def compare(self, name, model, opt, batch, seed, fp32):
         "Note which share of FP32's step one scheme's step contains"
         grads = self.probes[name].gradients(model, batch, seed)
-        share = grads
-        if grads: share = arrived(as_taken(grads, opt, model), fp32)
-        self.seen.setdefault(name, []).append(share)
+        shares = None
+        if grads is not None: shares = {}
+        where = owners(opt, model)
+        for n in list(grads or ()):                         # one at a time, since they are large
+            step = grads.pop(n)
+            if n in where: step = step_of(step, *where[n], opt)
+            if n in fp32: shares |= arrived({n: step}, {n: fp32[n]})
+        self.seen.setdefault(name, []).append(shares)
+
+
+# %% ../nbs/34_advise.ipynb #80af093c
+@patch
+def settings(self:ProbeResults):
+    "The loss scale that each scheme has found, as text"
+    found = {}
+    for name, probe in self.probes.items():
+        if not probe.scaler or name in self.refused: continue
+        scale = probe.scaler.scale.item()
+        if scale != 1: found[name] = f'loss scale 2^{math.log2(scale):.0f}'
+    return found
+
 
 # %% ../nbs/34_advise.ipynb #2c51b33d
 def watch(
-    model:nn.Module, opt, # both are trained
+    first:nn.Module, model:nn.Module, opt, # a model, and its copy, which is trained
     loss_func, batches, # as for `advise_schemes`
     schemes, # their names
     steps:int, schedule=None, # as for `advise_schemes`
 )->ProbeResults: # what was seen
     "Train in FP32, and run the schemes beside it at the steps of `PROBES`"
     batches = iter(batches)
-    first = next(batches, None)
-    if first is None:
+    batch = next(batches, None)
+    if batch is None:
         raise ValueError(
             'There is no batch, since the iterable is empty or used up: give a new one.')
     rates = [g['lr'] for g in opt.param_groups]
-    looks = ProbeResults(Training(model, None, loss_func, lambda: iter([first])), schemes)
-    for i, batch in zip(range(steps), chain([first], batches)):
+    start = batch
+    looks = ProbeResults(Training(model, None, loss_func, lambda: iter([start])), schemes, first)
+    for i, batch in zip(range(steps), chain([batch], batches)):
         if schedule:
             for g, lr in zip(opt.param_groups, rates): g['lr'] = lr*schedule(i)
         if i in PROBES: looks.look(model, opt, batch, i)
+        before = {}
+        for n, p in weight_matrices(model).items():
+            if looks.shadows: before[n] = p.detach().clone()
         looks.losses.append(plain_step(model, *batch, opt, loss_func).item())
-        for shadow in looks.shadows.values(): shadow.follow(model)
-    for name, shadow in looks.shadows.items(): looks.seen[name] = [shadow.arrived()]
+        for shadow in looks.shadows.values(): shadow.follow(before, model)
+        before.clear()                                      # makes room
+    looks.batches = start, batch
+    for name, shadow in looks.shadows.items(): looks.seen[name] = [shadow.arrived(model)]
     return looks
 
+# %% ../nbs/34_advise.ipynb #0727782b
+PROBED = {'BF16': 'bf16', 'FP16 scale 1': 'fp16', 'FP16 measured': 'fp16', 'FP16 hold': 'fp16',
+          'FP16 ALS': 'fp16', 'E4M3 no scale': Recipe(g=CastConfig('e4m3')),
+          'E4M3 per tensor': RECIPES['tensorwise'], 'E4M3 blocks': RECIPES['mx']}
+
+def begins(
+    name:str, # of a scheme
+    looks, # after `watch`
+    model:nn.Module, batch:tuple, # in FP32
+    loss_func, # as for `advise_schemes`
+)->str: # empty where no error jumps, or where the probe cannot run
+    "Where the damage of a scheme begins, and of which kind it is"
+    scaler = looks.probes[name].scaler
+    try: row = probe_precision(model, batch, loss_func, PROBED[name], scaler or 1.).worst
+    except Exception: looks.tracebacks[name] = traceback.format_exc()
+    else:
+        if row is None: return ''
+        where = 'outside the layers'
+        if row.name: where = f'of {row.name}'
+        if row.where: where += f', at {row.where}'
+        return f'{row.kind} begins {row.direction} in {row.op} {where}'
+    return ''
+
+def attributed(
+    why:str, # of `judge`
+    name:str, # of a scheme
+    looks, # after `watch`
+    first:nn.Module, model:nn.Module, # before and after the training
+    loss_func, # as for `advise_schemes`
+)->str: # the reason
+    "A reason that names the place where the damage begins, in place of the layer where it hurts"
+    at_once = looks.seen[name][0]
+    if at_once is None or min(at_once.values(), default=1.) < YES: model = first
+    batch = looks.batches[model is not first]
+    where = begins(name, looks, model, batch, loss_func)
+    if where: why = f"{why.partition(' in ')[0]}: {where}"
+    return why
+
 # %% ../nbs/34_advise.ipynb #7146fbed
+def damped_tensors(
+    opt, # a torch optimizer
+)->list: # of bools, one for each tensor that Adam has stepped
+    "Is Adam's epsilon larger than the root mean square that it is added to?"
+    damped = []
+    for group in opt.param_groups:
+        for p in group['params']:
+            v = opt.state.get(p, {}).get('exp_avg_sq')
+            if v is not None: damped.append(bool(v.sqrt().median() < group['eps']))
+    return damped
+
 def remarks(
     looks, model, opt, # after `watch`
+    verdicts:dict, # which no remark contradicts
 )->list: # of sentences
     "What is wrong with the training itself, in any format"
     found, losses = [], looks.losses
     first = sum(losses[:10])
     if len(losses) >= 20 and first - sum(losses[-10:]) < .01*abs(first):
-        found.append('In FP32 the loss did not fall either: '
+        found.append(f'In FP32 the loss did not fall in these {len(losses)} steps: '
                      'look at initialization and learning rate first.')
     largest = max(looks.sizes)
     apart = largest - min(looks.sizes)
     if apart > 20:
-        found.append(f'Gradients of layers lie {apart:.0f} octaves apart: no scale mends that, '
-                     'so look at initialization and normalization.')
+        spanned = any(v == 'yes' and n.startswith('FP16') for n, (v, _) in verdicts.items())
+        but = 'no scale here mends that'
+        if spanned: but = 'a scale may span that'
+        found.append(f'Gradients of layers lie {apart:.0f} octaves apart: {but}, '
+                     'but look at initialization and normalization.')
     if largest > 10:
         found.append(f'Gradients reach 2^{largest:.0f}: the loss may be a sum in place of a mean.')
-    tensors, damped = 0, 0
-    for group in opt.param_groups:
-        for p in group['params']:
-            state = opt.state.get(p, {})
-            if 'exp_avg_sq' not in state: continue
-            tensors += 1
-            damped += int(state['exp_avg_sq'].sqrt().median() < group['eps'])
-    if damped:
+    damped = damped_tensors(opt)
+    if any(damped):
         found.append("Adam's epsilon is larger than its root mean square "
-                     f'in {damped} of {tensors} tensors.')
+                     f'in {sum(damped)} of {len(damped)} tensors.')
     return found
 
 # %% ../nbs/34_advise.ipynb #92ac74e8
@@ -276,6 +377,7 @@ class Advice:
     seen: dict # scheme -> what arrived, at each probe
     remarks: list # sentences on the training itself
     settings: dict # scheme -> the loss scale that it found, as text
+    tracebacks: dict # scheme -> why it cannot run, or cannot be probed, in full
 
     def table(self):
         "A pandas DataFrame: a line for each scheme"
@@ -307,6 +409,21 @@ class Advice:
         ax.grid(False)
         return ax
 
+# %% ../nbs/34_advise.ipynb #391e4611
+def verdicts_on(
+    looks, # after `watch`
+)->dict: # scheme -> (verdict, why), of those that do not refuse the net
+    "The verdicts on all schemes"
+    verdicts = {}
+    for n, seen in looks.seen.items():
+        if n not in STORED and n not in looks.refused: verdicts[n] = judge(seen)
+    bf16 = verdicts.get('BF16', ('',))[0]
+    for n in looks.shadows:                 # whose failures are too few to say no: see the chapter
+        verdict, why = judge(looks.seen[n], -math.inf)
+        if bf16 != 'yes': verdict = 'cannot tell'
+        verdicts[n] = verdict, f'of the way, {why}'
+    return verdicts
+
 # %% ../nbs/34_advise.ipynb #6c8a116b
 def advise_schemes(
     model:nn.Module, # in FP32, where its training begins
@@ -324,16 +441,16 @@ def advise_schemes(
                          f'{", ".join((*STEPS, *STORED))}.')
     if not weight_matrices(model):
         raise ValueError('This model has no weight matrix, and advice looks at nothing else.')
+    first = model
     model, opt = deepcopy((model, opt))
-    with seeded(0): looks = watch(model, opt, loss_func, batches, schemes, steps, schedule)
-    verdicts = {}
-    for n, seen in looks.seen.items():
-        if n not in STORED and n not in looks.refused: verdicts[n] = judge(seen)
-    bf16 = verdicts.get('BF16', ('',))[0]
-    for n in looks.shadows:                 # whose failures are too few to say no: see the chapter
-        verdict, why = judge(looks.seen[n], -math.inf)
-        if bf16 != 'yes': verdict = 'cannot tell'
-        verdicts[n] = verdict, f'of the way, {why}'
+    with seeded(0): looks = watch(first, model, opt, loss_func, batches, schemes, steps, schedule)
+    verdicts = verdicts_on(looks)
+    said = remarks(looks, model, opt, verdicts)
+    del opt                                 # makes room
+    looks.shadows.clear()
+    for n, (verdict, why) in verdicts.items():
+        if verdict == 'yes' or n not in PROBED: continue
+        verdicts[n] = verdict, attributed(why, n, looks, first, model, loss_func)
     for n, why in looks.refused.items(): verdicts[n] = 'cannot run', why
     ordered = {n: verdicts[n] for n in schemes}
-    return Advice(ordered, looks.seen, remarks(looks, model, opt), looks.settings())
+    return Advice(ordered, looks.seen, said, looks.settings(), looks.tracebacks)

@@ -241,7 +241,11 @@ class MixedPrecisionCB(HalfPrecisionCB):
 
     def before_batch(self):
         "Keep the buffers, so that a skipped step can restore what its forward passes wrote"
-        if self.learn.training: self.controller.buffers.save()
+        if not self.learn.training: return
+        if self.controller is None: raise ValueError(
+            'This batch is outside a fit, and MixedPrecisionCB checks model and optimizer as a fit '
+            'begins: call learn.fit.')
+        self.controller.buffers.save()
 
     def before_backward(self):
         "Scale the loss that is differentiated, and leave the one that is shown"
@@ -297,9 +301,9 @@ def to_mixed(self:Learner,
 )->Learner: # itself
     "Train in mixed precision from now on"
     cb = MixedPrecisionCB(scaler, dtype, **kwargs)
-    return self.remove_cb(MixedPrecisionCB).add_cb(cb)
+    return self.remove_cb(HalfPrecisionCB).add_cb(cb)
 
 @patch
 def to_fp32(self:Learner)->Learner: # itself
     "Train in FP32 from now on: undoes `to_mixed`, and fastai's own `to_fp16`"
-    return self.remove_cb(MixedPrecisionCB).remove_cb(MixedPrecision)
+    return self.remove_cb(HalfPrecisionCB).remove_cb(MixedPrecision)

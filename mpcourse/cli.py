@@ -134,11 +134,27 @@ class Progress:
     def __init__(self,
         total:int, # how many there will be
         what:str, # its name
-    ): self.total, self.what, self.n, self.start = total, what, 0, time.perf_counter()
+        kind=lambda i: 0, # number of one, from 0 -> its kind; those of one kind take equally long
+    ):
+        self.total, self.what, self.kind = total, what, kind
+        self.n = 0
+        self.seconds = {}                                   # kind -> of those that are done
+
+    def left(self)->float: # in seconds; 0 while a kind that comes has not been seen
+        "How long the rest may take"
+        total = 0
+        for i in range(self.n, self.total):
+            seen = self.seconds.get(self.kind(i))
+            if not seen: return 0
+            total += sum(seen)/len(seen)
+        return total
 
     def __call__(self):
         "Count one more, which begins now"
-        left = (time.perf_counter() - self.start)/self.n*(self.total - self.n) if self.n else 0
+        now = time.perf_counter()
+        if self.n: self.seconds.setdefault(self.kind(self.n - 1), []).append(now - self.last)
+        self.last = now
+        left = self.left()
         end = '\r' if sys.stderr.isatty() else '\n'
         self.n += 1
         if sys.stderr.isatty() or self.n & (self.n - 1) == 0:  # in a log: 1, 2, 4, 8 …
@@ -155,6 +171,25 @@ def write_page(
         raise RequestError(f'{path} cannot be written ({e.strerror}): name another file with '
                            '--html.') from e
     print(f'\nThe page is {path}.')
+
+# %% ../nbs/92_cli.ipynb #d500db17
+def advised(
+    names: list|None, # what was asked for: names in any case, or how they begin; None: all
+) -> list: # of names for `advise_schemes`
+    "'bf16' is BF16 alone, 'fp16' everything that begins with FP16; RequestError lists all"
+    from mpcourse.advise import STEPS, STORED
+    known = *STEPS, *STORED
+    if names is None: return known
+    found = []
+    for name in names:
+        typed = name.lower() + ' '
+        matches = list(filter(lambda k: f'{k} '.lower().startswith(typed), known))
+        if not matches: raise RequestError(
+            f'There is no advice on {name!r}: take some of {", ".join(known)}.')
+        if f'{matches[0]} '.lower() == typed: matches = matches[:1]
+        found += matches
+    return list(dict.fromkeys(found))
+
 
 # %% ../nbs/92_cli.ipynb #fcec0e32
 def compare_command(
@@ -182,20 +217,22 @@ def compare_command(
     return 0
 
 def advise_command(
-    args: argparse.Namespace, # training, steps, seed, html
+    args: argparse.Namespace, # training, schemes, steps, seed, html
 ) -> int: # 0
     "Watch a hundred steps of your training in FP32, and say which schemes will train like it"
     import pandas as pd
-    from mpcourse.advise import advise_schemes
+    from mpcourse.advise import advise_schemes, PROBES
     try:
         t = training_from(args.training)(args.seed)
-        bar = Progress(args.steps, 'step')
+        schemes = advised(names_in(args.schemes))
+        bar = Progress(args.steps, 'step', PROBES.__contains__)    # the steps with looks are long
         def counted():
             for batch in t.batches():
                 bar()
                 yield batch
         advice = advise_schemes(
-            t.model, t.opt(t.model.parameters()), t.loss_func, counted(), args.steps, t.schedule)
+            t.model, t.opt(t.model.parameters()), t.loss_func, counted(), args.steps, t.schedule,
+            schemes)
     except ValueError as e: raise RequestError(str(e)) from e
     with pd.option_context('display.max_colwidth', None, 'display.width', None):
         print(advice.table().to_string())
@@ -326,6 +363,7 @@ def add_advise(
     add_training(a)
     a.add_argument('--steps', type=positive, default=100, help='steps to watch (%(default)s)')
     a.add_argument('--seed', type=count, default=0, help='seed of the training (%(default)s)')
+    a.add_argument('--schemes', help='names with commas between them, such as bf16,fp16; all')
     a.add_argument('--html', help='a file for a page with table and picture')
     a.set_defaults(func=advise_command)
 

@@ -94,6 +94,7 @@ def from_torch(
     missing = {'scale', '_growth_tracker', *keys} - state.keys()
     if missing: raise ValueError(
         f'The state lacks {", ".join(missing)}: give one of torch.amp.GradScaler.')
+    config.setdefault('min_scale', min(1., state['scale']))  # torch has no floor
     scaler = DynamicScaler(state['scale'], **{k: state[k] for k in keys}, **config)
     scaler.growth_tracker.fill_(state['_growth_tracker'])
     return scaler

@@ -100,7 +100,10 @@ class CastConfig:
 
 # %% ../nbs/27_fp8.ipynb #3ea89864
 class DelayedScale(nn.Module):
-    "A scale from the largest entries of the last steps; the history is a buffer, always in FP32"
+    """A scale from the largest entries of the last steps; the history is a buffer, always in FP32
+
+    A layer that is called twice inside one checkpointed part has the second call's scale for both
+    when the part is computed again."""
     _apply = LossScaler._apply      # keeps every dtype when a model becomes half
     def __init__(self,
         history:int=1024, # steps that are remembered
@@ -496,10 +499,10 @@ def simulate_fp8(
     keep:str|list|tuple=(), # patterns of modules that stay, say 'head' or 'blocks.0.*'
     filter:Callable|None=None, # (module, name) -> bool: convert what it computes? None: all do
     attention:bool=True, # False: attention's two products, and others without a weight, stay
-)->nn.Module: # a copy with the same parameters; `.not_converted` names modules that stay in FP32
+)->nn.Module: # a copy, parameters too: train these; `.not_converted` names what stays in FP32
     """Convert every linear layer, attention, convolution and product of a model to few bits
 
-    ValueError for a module that cannot be converted."""
+    Where scales are delayed, attention takes current ones. ValueError for an impossible module."""
     validate_not_scripted(model)
     recipe = _get_recipe(recipe)
     keep = [keep] if isinstance(keep, str) else list(keep)

@@ -18,16 +18,19 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from .dynamic import DynamicScaler, from_torch
 from .scaler import LossScaler, validate_scale, warn_user
-from .step import decision_group, StepController, named_gradients, supports_found_inf
+from .step import decision_group, LOOK_EVERY, named_gradients, StepController, supports_found_inf
 
 # %% ../nbs/11_gradscaler.ipynb #17c4ed01
 class _PolicyNumbers:
     "Attributes that torch's methods read and write: the numbers are the policy's"
     def _set_number(self, name, value):
-        "Change a number of the policy, if it has this one; ValueError for what cannot work"
+        "Change a number of the policy; ValueError if it has none, or for what cannot work"
         if not self._made: return  # torch's constructor writes its defaults
         config = self.policy.config
-        if name not in config or config[name] == value: return
+        if getattr(self, '_' + name) == value: return
+        if name not in config: raise ValueError(
+            f'{self.policy!r} has no {name}, so it cannot become {value}: '
+            'take a policy that has one, such as DynamicScaler().')
         config[name] = value
         type(self.policy)(**config)                          # refuses what cannot work
         setattr(self.policy, name, value)
@@ -86,7 +89,7 @@ class GradScaler(_PolicyNumbers, torch.amp.GradScaler):
         *,
         policy:LossScaler|None=None, # None: torch's rule, with skip_nonfinite_loss
         skip_nonfinite_loss:bool|None=None, # of torch's rule: False as torch decides; True if None
-        model:nn.Module|list|tuple|None=None, # its buffers go back where a step is skipped
+        model:nn.Module|list|tuple|None=None, # its buffers go back where any optimizer skips
         group:object=None, # process group that decides together; None: all ranks, if there are any
     ):
         if isinstance(device, LossScaler): device, policy = None, device
@@ -239,9 +242,9 @@ def _warn_of_buffers(self:GradScaler, outcome):
         lost = outcome.found_inf
         cure = (f'no forward pass of the {type(self.model).__name__} given to GradScaler was seen. '
                 'Give the module that you call.')
-    if outcome._stepped is None:                             # fused: a look at every fiftieth step
+    if outcome._stepped is None:                             # fused: a look at some steps
         self._lost = self._lost + lost
-        if outcome.number % 50 != 49: return
+        if outcome.number % LOOK_EVERY != LOOK_EVERY - 1: return
         lost = self._lost
     if not lost.item(): return
     self._told = True
@@ -270,6 +273,7 @@ def load_state_dict(self:GradScaler,
     elif state:
         config = self.policy.config
         for n in ('init_scale', *_NUMBERS): del config[n]
+        config['min_scale'] = min(config['min_scale'], state['scale'])   # torch's rule has no floor
         self.policy.load_state_dict(from_torch(state, **config).state_dict())
     try: torch.amp.GradScaler.load_state_dict(self, state)
     except Exception:

@@ -215,7 +215,10 @@ SHORTCUTS = {nn.TransformerEncoder: 'use_nested_tensor',
 def _remove_casts(model):
     "Remove what `model_to_half` has put into a model, or into one of which this one is a copy"
     for m in model.modules():
-        if isinstance(vars(m).get('forward'), WrappedForward): del m.forward
+        forward = vars(m).get('forward')
+        if isinstance(forward, WrappedForward):
+            m.forward = forward.plain
+            if getattr(m.forward, '__func__', None) is type(m).forward: del m.forward
         for name, flag in vars(m).pop('_shortcut', {}).items(): setattr(m, name, flag)
 
 # %% ../nbs/06_half.ipynb #9e708f7c
@@ -223,7 +226,9 @@ def model_to_half(
     model:nn.Module, # changed in place; in any floating-point dtype, compiled or not
     dtype:str|torch.dtype='fp16', # as for `half_dtype`
 )->nn.Module: # the model
-    "Put a model in half precision by `cast_policy`; norms compute in float32, buffers stay float32"
+    """Put a model in half precision by `cast_policy`: norms compute in float32, buffers stay in it
+
+    Not for `nn.DataParallel`, whose replicas would call the original's layers: take DDP."""
     dtype = half_dtype(dtype)
     policy = cast_policy(model, dtype)
     _remove_casts(model)
@@ -233,7 +238,8 @@ def model_to_half(
             if isinstance(m, kind):
                 m._shortcut = {name: getattr(m, name)}
                 setattr(m, name, False)
-        if type(m).forward is nn.Module.forward or 'forward' in vars(m): continue # no ModuleList
+        bare = type(m).forward is nn.Module.forward and 'forward' not in vars(m)    # a ModuleList
+        if bare or hasattr(m, '_orig_mod'): continue        # torch.compile: its inner model counts
         if keeps_fp32(m): m.forward = FP32Forward(m, dtype)
         elif any(map(holds_fp32, m.modules())): m.forward = AutocastForward(m, dtype)
     return model

@@ -35,9 +35,10 @@ class MonitorCB(ContextCB):
     order = 95 # after the step and everything that belongs to it
     def __init__(self,
         every:int|Callable=10, # as for `TensorCollector`
-        **kwargs, # for it
+        keep:int=1000, # collections to remember
+        **kwargs, # for `TensorCollector`
     ):
-        self.kwargs = dict(every=every, **kwargs)
+        self.kwargs = dict(every=every, keep=keep, **kwargs)
         self.collector = None
         self.steps = 0
 

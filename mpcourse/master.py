@@ -59,6 +59,16 @@ def get_master(
             stacklevel=2)
     return model_groups, master_groups
 
+# %% ../nbs/07_master.ipynb #08c6d329
+def _flat_gradient(grads):
+    "The gradients of a group as one, None if there is none; ValueError if only some are there"
+    missing = grads.count(None)
+    if missing == len(grads): return None
+    if missing: raise ValueError(
+        f'{missing} of {len(grads)} parameters have no gradient, and the step of a flat master '
+        'would move them, too: freeze them before get_master, or take flat=False.')
+    return _flatten_dense_tensors(grads)
+
 # %% ../nbs/07_master.ipynb #103a0c46
 @torch.no_grad()
 def to_master_grads(
@@ -70,10 +80,8 @@ def to_master_grads(
     "Copy the gradients to the masters' `.grad` in FP32, and multiply them by `inv_scale` there"
     for ps, ms in zip(model_groups, master_groups, strict=True):
         grads = []
-        for p in ps:
-            if flat and p.grad is None: grads.append(torch.zeros_like(p))
-            else: grads.append(p.grad)
-        if flat and ms: grads = [_flatten_dense_tensors(grads)]
+        for p in ps: grads.append(p.grad)
+        if flat and ms: grads = [_flat_gradient(grads)]
         for m, g in zip(ms, grads, strict=True):
             m.grad = None if g is None else _wide(g)*inv_scale
 

@@ -433,17 +433,17 @@ class TensorCollector(CollectionLog, AbstractContextManager):
         kinds:tuple|list=TENSOR_KINDS, # some of these
         names:str|list|tuple|None=None, # as for `match_names`; also 'input' and 'loss'
         types:type|tuple|None=None, # classes of modules, as for `watched_modules`
-        stats:tuple|list=tuple(STATISTICS), # some of `STATISTICS`, and 'hist'
+        stats:tuple|list=tuple(STATISTICS), # some of `STATISTICS`, 'hist', 'update_ratio'
         opt:object=None, # torch or fastai optimizer whose moments are measured
         scaler:object=None, # what is in the gradients: a LossScaler, a GradScaler, or a number
         writers:tuple|list=(), # paths, as for `open_writer`, or functions of (step, rows)
         keep:int=1000, # collections to remember
     ):
         _validate(every, opt, scaler, keep)
-        stats = validate_choice(stats, (*STATISTICS, 'hist'), 'statistic')
+        stats = validate_choice(stats, (*STATISTICS, 'hist', 'update_ratio'), 'statistic')
         self.kinds = validate_choice(kinds, TENSOR_KINDS, 'kind')
-        self.stats = [n for n in stats if n != 'hist']
-        self.hist = 'hist' in stats
+        self.stats = [n for n in stats if n in STATISTICS]
+        self.asked = stats
         self.model, self.names, self.types = model, names, types
         self.every, self.opt, self.scaler = every, opt, scaler
         super().__init__(['scale', *self.stats], writers, keep)
@@ -464,7 +464,8 @@ class TensorCollector(CollectionLog, AbstractContextManager):
         self.running = True
         if not self.due: return
         self.chosen, kinds = _chosen(self)
-        self.seen = StepSums(self.model, self.scaler, self.hist)
+        self.seen = StepSums(self.model, self.scaler, 'hist' in self.asked)
+        self.before = _weights_before(self)
         if not kinds: return
         self.hooks = TensorHooks(
             self.model, self.seen.see, kinds, self.chosen.__contains__, self.types,
@@ -476,6 +477,7 @@ class TensorCollector(CollectionLog, AbstractContextManager):
             if h: h.remove()
         self.seen = self.hooks = None
         self.running = False
+        self.before = {}        # weights before the step that is due, for 'update_ratio'
         self.notes = {} # further columns of the due collection: {column: {(name, kind): number}}
 
     @torch.no_grad()
@@ -486,6 +488,7 @@ class TensorCollector(CollectionLog, AbstractContextManager):
         if self.seen and (self.seen.read() or not self.hooks):
             with _disable_current_modes():
                 for name, kind, t in _unhooked(self, loss): self.seen.see(name, kind, t)
+                if self.before: self.notes['update_ratio'] = _update_ratios(self.model, self.before)
                 if self.seen.rows:
                     self.add(self.n, *_stats_table(self.seen, self.stats), self.notes)
         self.n += 1
@@ -536,6 +539,27 @@ def _unhooked(c, loss):
             if moment: yield f'{n}.{k}', 'moment', t
     if loss is not None and 'loss' in c.kinds and 'loss' in c.chosen:
         yield 'loss', 'loss', torch.as_tensor(loss, dtype=torch.float32)
+
+# %% ../nbs/15_monitor.ipynb #e58bf926
+#| code-fold: true
+def _weights_before(c):
+    "Copies of the weights that are about to be stepped, if their update ratios are asked for"
+    copies = {}
+    if 'update_ratio' not in c.asked or 'weight' not in c.kinds: return copies
+    for n, p in c.model.named_parameters():
+        if n in c.chosen: copies[n] = p.detach().clone()
+    return copies
+
+def _update_ratios(model, before):
+    "{(name, 'weight'): norm of what a step has added, over the norm of the weight before it}"
+    ratios = {}
+    home = next(iter(before.values())).device
+    for n, p in model.named_parameters():
+        if n not in before: continue
+        ratio = (p - before[n]).norm()/before[n].norm()
+        ratios[n, 'weight'] = ratio.to(home)
+    return dict(zip(ratios, torch.stack(list(ratios.values())).tolist()))
+
 
 # %% ../nbs/15_monitor.ipynb #18m00064
 class JsonlWriter:

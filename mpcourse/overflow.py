@@ -196,7 +196,10 @@ def early_warning(
     limit:float=.99, # share of a layer's gradient
     kind:str='activation_grad', # of which tensors
 )->Verdict:
-    "Has a layer lost this share of its gradient, on average over the last three collections?"
+    """Has a layer lost this share of its gradient, on average over the last three collections?
+
+    It counts zeros alone. Offsets that swallow digits, states that stand still, lost values,
+    cancellation and swallowed updates leave none: `probe_precision` sees these."""
     table = share_table(frame, kind=kind)
     if len(table) < 3:
         return Verdict(False, f'There are {len(table)} finite collections, and three are needed.')

@@ -103,9 +103,10 @@ def grad_statistic(
 
 # %% ../nbs/09_step.ipynb #b0ffe209
 def _own_buffers(m):
-    "(name, buffer) of the buffers of one module that its forward may write in place"
+    "(name, buffer or None) of the buffers of one module that its forward may write"
     for n, b in m._buffers.items():
-        if b is not None and 0 not in _local(b).stride(): yield n, _local(b).data
+        if b is None: yield n, None
+        elif 0 not in _local(b).stride(): yield n, _local(b).data
 
 def _to_hook(m):
     "Modules that hold buffers; a compiled one stands for its parts: hooks inside join its graph"
@@ -115,7 +116,10 @@ def _to_hook(m):
     for child in m.children(): yield from _to_hook(child)
 
 class BufferSnapshot:
-    "A model's buffers as they were before a step: running statistics, power iterations, counters"
+    """A model's buffers as they were before a step: running statistics, power iterations, counters
+
+    All are copied in each step, constants too, since the version counters of PyTorch miss what
+    BatchNorm and `.data` write. A buffer that a skipped step registers stays."""
     def __init__(self,
         model:nn.Module|None=None, # None: nothing is kept
     ):
@@ -139,7 +143,9 @@ class BufferSnapshot:
         if part is None: return
         for m in part.modules():
             for n, b in _own_buffers(m):
-                if (m, n) not in self.before: self.before[m, n] = b.clone()
+                if (m, n) in self.before: continue
+                if b is not None: b = b.clone()
+                self.before[m, n] = b
 
     def restore(self,
         found:Tensor, # 0-dim; greater than 0: the step is skipped
@@ -149,13 +155,17 @@ class BufferSnapshot:
         skip = found > 0
         for (m, n), was in self.before.items():
             b = m._buffers.get(n)
-            if b is None: continue
-            b = _local(b).data
-            if b.shape == was.shape: torch.where(skip.to(b.device), was.to(b.device), b, out=b)
+            if b is not None: b = _local(b).data
+            if getattr(b, 'shape', None) != getattr(was, 'shape', None):
+                if skip.item(): m._buffers[n] = was          # created or reshaped: rare
+            elif b is not None: torch.where(skip.to(b.device), was.to(b.device), b, out=b)
 
     def clear(self):
         "Drop the copies, since the step is over"
         self.before = {}
+
+# %% ../nbs/09_step.ipynb #35c00c8b
+LOOK_EVERY = 50 # steps from one look of the host at a skip to the next; bad losses before a warning
 
 # %% ../nbs/09_step.ipynb #d3f3d309
 @dataclass
@@ -195,10 +205,10 @@ class StepOutcome:
                 f'was not finite; the next scale is {self.next_scale.item():g}.')
 
     def warn(self):
-        "Warn of fifty non-finite losses in a row, or of the lowest scale"
-        if self._stepped is not False and self.number % 50 != 49: return
+        "Warn of `LOOK_EVERY` non-finite losses in a row, or of the lowest scale"
+        if self._stepped is not False and self.number % LOOK_EVERY != LOOK_EVERY - 1: return
         held = int(self.held.item())
-        if held >= 50:
+        if held >= LOOK_EVERY:
             warn_user(f'The loss has not been finite since step {self.number - held + 1}: '
                       'the model or its data is broken, not the scale.')
         if self.next_scale.item() <= self.floor:
@@ -454,17 +464,26 @@ def validate_unmoved(
         'A gradient hook moved a weight during the backward pass, by a gradient that still carries '
         'the loss scale: let the optimizer step after the backward pass.')
 
+
+# %% ../nbs/09_step.ipynb #0c37ec3d
 _LOGS = re.compile(r'(Log|Log1P|Log2|Log10|BinaryCrossEntropy)Backward')
 _PROBABILITIES = re.compile('(Sigmoid|Softmax)Backward')
-_BETWEEN = re.compile('(Add|Sub|Rsub|Mul|Div|Clamp|ToCopy|View|UnsafeView|Squeeze|Unsqueeze|'
+_BETWEEN = re.compile('(Add|Sub|Rsub|Neg|Mul|Div|Clamp|ToCopy|View|UnsafeView|Squeeze|Unsqueeze|'
                       'Select|Slice|Index|Gather|Clone|Transpose|Permute|T|Expand|'
                       'Cat|Stack)Backward')
+
+def _is_log(node):
+    "Is it a logarithm of something below 1, as a probability is? log(1 + p) is healthy"
+    found = _LOGS.match(node.name())
+    if not found or found[1] == 'BinaryCrossEntropy': return bool(found)
+    least = node._saved_self.min()
+    return bool(least < (found[1] != 'Log1P'))
 
 def validate_log_of_half(
     loss, # a loss, or a nest of them, before the backward pass
 ):
     "ValueError where a loss takes the logarithm of a probability that was computed in half"
-    to_visit = [n for n in graph_nodes(loss) if _LOGS.match(n.name())]
+    to_visit = [n for n in graph_nodes(loss) if _is_log(n)]
     seen = set(to_visit)
     while to_visit:
         node = to_visit.pop()

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .formats import get_format
+from .formats import e8m0, get_format
 from .rounding import quantize
 
 # %% ../nbs/23_tensorcore.ipynb #56b31e37
@@ -316,7 +316,7 @@ def gpu_matmul(
     acc:str='fp32', # format of the sums: 'fp32' or 'fp16'
     scales:tuple|None=None, # of 'mxfp8' and 'nvfp4': (m, K/32), (K/32, n); 16 for nvfp4
 )->Tensor: # (…, m, n), float32
-    "`a @ b` with the sums of a GPU's tensor core. The groups follow each other in order"
+    "`a @ b` with the sums of a GPU's tensor core, group by group in order; it has no gradient"
     if fmt in _BLOCKS: return _block_matmul(a, b, find_core(gpu, fmt, acc), fmt, scales, c)
     fmts = (fmt, fmt) if isinstance(fmt, str) else fmt
     core = find_core(gpu, fmts[0], acc)
@@ -329,6 +329,18 @@ def gpu_matmul(
     for x, f in zip((a, b), fmts): _validate_operand(x, f)
     _validate_promote(promote, core)
     return _promoted(a, b, fmts, core, promote, c)
+
+# %% ../nbs/23_tensorcore.ipynb #c9d4d7c0
+#| code-fold: true
+def _validate_scales(s, fmt):
+    "ValueError for a scale that its eight bits cannot hold; the sign of NVFP4's is ignored"
+    if fmt == 'nvfp4': return _validate_operand(s, 'e4m3')
+    mantissa, exponent = torch.frexp(s.double())
+    fits = (mantissa == .5) & (exponent > e8m0.emin) & (exponent <= e8m0.emax + 1) | s.isnan()
+    if not fits.all():
+        raise ValueError(f'{s[~fits][0].item()!r} is no scale of {fmt}: give powers of two from '
+                         '2^-127 to 2^127, or NaN.')
+
 
 # %% ../nbs/23_tensorcore.ipynb #5d0b8217
 #| code-fold: true
@@ -344,6 +356,7 @@ def _validate_blocks(a, b, fmt, scales):
                          f'{tuple(a.shape)} and {tuple(b.shape)} need {want}, two dimensions, '
                          'and whole groups.')
     for x in (a, b): _validate_operand(x, entries)
+    for s in scales: _validate_scales(s, fmt)
 
 def _with_scales(x, scale):
     "Entries of MXFP8 times their scales, and the sums of their exponents"

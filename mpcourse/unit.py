@@ -263,10 +263,13 @@ def unit_matmul(
     i, k = left.shape[-2:]
     j = right.shape[-1]
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]).numel()
-    left_uses = batch//max(left.shape[:-2].numel(), 1)          # of a matrix that is broadcast
-    right_uses = batch//max(right.shape[:-2].numel(), 1)
-    f = constrain(dict(y=rsqrt(k), left=rsqrt(j*left_uses), right=rsqrt(i*right_uses)), constraint)
+    f = dict(y=rsqrt(k), left=rsqrt(j*_uses(left, batch)), right=rsqrt(i*_uses(right, batch)))
+    f = constrain(f, constraint)
     return unit_op(torch.matmul, f, left=left, right=right)
+
+def _uses(x, batch):
+    "How often each matrix of x is used where its leading dimensions are broadcast to `batch` ones"
+    return batch//max(x.shape[:-2].numel(), 1)
 
 def unit_softmax(
     x:Tensor, # any shape, unit entries
@@ -295,7 +298,13 @@ def unit_attention(
     if context: keys = context
     if context and is_causal: queries = context
     ratio = v.shape[-1]/max(q.shape[-1], 1)
-    f = constrain(attention_factors(queries, keys, is_causal, ratio), constraint)
+    f = attention_factors(queries, keys, is_causal, ratio)
+    shapes = []
+    for x in (q, k, v):
+        if x.numel(): shapes.append(x.shape[:-2])           # `unit_op` refuses empty ones
+    batch = torch.broadcast_shapes(*shapes).numel()
+    for name, x in dict(q=q, k=k, v=v).items(): f[name] *= rsqrt(_uses(x, batch))
+    f = constrain(f, constraint)
     op = partial(F.scaled_dot_product_attention, is_causal=is_causal)
     return unit_op(op, f, f['q'], q=q, k=k, v=v)
 
@@ -444,7 +453,9 @@ def unit_cross_entropy(
     ignore_index:int=-100, # targets that are left out
     label_smoothing:float=0., # 0 ≤ … < 1, as in `F.cross_entropy`
 )->Tensor: # 0-dim, FP32 for half logits: mean over the targets that are not ignored, 0 if all are
-    "Cross-entropy; its gradient at logits near zero has unit scale for any number of targets"
+    """Cross-entropy; its gradient at logits near zero has unit scale for any number of targets
+
+    Where only a share s of the targets is not ignored, the gradient has the scale 1/√s."""
     classes = x.shape[-1]
     fits = y.shape == x.shape[:-1] and not y.is_floating_point() and classes >= 2
     if not fits or not 0 <= label_smoothing < 1:

@@ -7,7 +7,7 @@ from torch import nn
 
 from mpcourse.advise import PROBES, STEPS, STORED, ShadowModel, SchemeProbe, advise_schemes, arrived, as_taken, judge, weight_matrices, projection_ratio
 from mpcourse.compare import SCHEMES, Training, toy_training
-from mpcourse.toys import plain_step
+from mpcourse.toys import plain_step, TOYS
 
 pytestmark = pytest.mark.library
 
@@ -85,11 +85,12 @@ def test_a_shadow_swallows_what_bf16_swallows():
     nn.init.ones_(model.weight)
     shadows = {how: ShadowModel(model, how) for how in ('nearest', 'stochastic')}
     torch.manual_seed(0)
+    trained = copy.deepcopy(model)
     for _ in range(64):
-        with torch.no_grad(): model.weight += 2.**-10
-        for s in shadows.values(): s.follow(model)
-    assert shadows['nearest'].arrived()['weight'] == 0 and abs(shadows['stochastic'].arrived()['weight'] - 1) < .05
-    assert torch.equal(shadows['stochastic'].stored['weight'].bfloat16().float(), shadows['stochastic'].stored['weight'])
+        before = {'weight': trained.weight.detach().clone()}
+        with torch.no_grad(): trained.weight += 2.**-10
+        for s in shadows.values(): s.follow(before, trained)
+    assert shadows['nearest'].arrived(trained)['weight'] == 0 and abs(shadows['stochastic'].arrived(trained)['weight'] - 1) < .05
 
 
 @pytest.mark.parametrize('seen, says', [
@@ -106,11 +107,12 @@ def test_stored_weights_get_no_no_and_no_yes_where_bf16_has_none():
     assert ask(linear(), schemes=('BF16', *STORED)).verdicts['BF16 weights stochastic'][0] == 'yes'
 
 
-def test_advice_names_the_layer_that_is_lost():
+def test_advice_names_the_place_where_the_damage_begins():
     advice = ask(linear(2.**-34))
     said = {n: v for n, (v, _) in advice.verdicts.items()}
     assert said['FP16 scale 1'] == 'no' and said['FP16 measured'] == said['FP16 ALS'] == said['BF16'] == 'yes'
-    assert '0.weight' in advice.verdicts['FP16 scale 1'][1] or '2.weight' in advice.verdicts['FP16 scale 1'][1]
+    assert advice.verdicts['FP16 scale 1'][1].endswith('arrives: underflow begins backward in to outside the layers')
+    assert 'arrives in ' in advice.verdicts['BF16'][1]
     assert list(advice.verdicts) == [*STEPS, *STORED] and all(len(advice.seen[n]) == len(PROBES) for n in STEPS)
     assert list(advice.table().columns) == ['verdict', 'because', 'setting'] and advice.plot().images[0].get_array().shape == (len(STEPS), len(PROBES))
 
@@ -228,3 +230,47 @@ def test_a_model_that_takes_a_dictionary_through_three_lines():
     a = advise_schemes(model, torch.optim.Adam(model.parameters(), 1e-3), lambda y, x: F.cross_entropy(y[:, :-1].flatten(0, 1), x[:, 1:].flatten()),
                batches, 4, schemes=('BF16', 'FP16 measured'))
     assert [v for v, _ in a.verdicts.values()] == ['yes', 'yes']
+
+
+def test_the_console_takes_some_schemes(capsys):
+    from mpcourse.cli import main
+    assert main(['advise', 'relu_mlp', '--steps', '3', '--schemes', 'bf16,fp16']) == 0
+    out = capsys.readouterr().out
+    assert all(f'{n} ' in out for n in STEPS if n[:4] in ('BF16', 'FP16')) and 'E4M3' not in out and 'BF16 weights' not in out
+    assert main(['advise', 'relu_mlp', '--schemes', 'fp99']) == 2 and 'no advice on' in capsys.readouterr().err
+
+
+def test_the_remaining_time_knows_that_looks_take_longer(monkeypatch, capsys):
+    from mpcourse import cli
+    now = [0.]
+    monkeypatch.setattr(cli.time, 'perf_counter', lambda: now[0])
+    bar = cli.Progress(100, 'step', PROBES.__contains__)
+    for i in range(100):
+        bar()
+        if i in (8, 64): assert bar.left() == sum(10. if j in PROBES else 1. for j in range(i + 1, 100))
+        now[0] += 10. if i in PROBES else 1.
+    assert '8 of 100, about' in capsys.readouterr().err
+
+
+def test_an_error_keeps_its_traceback():
+    advice = ask(toy_training('cnn', 0), steps=2, schemes=('E4M3 blocks',))
+    assert 'Traceback' in advice.tracebacks['E4M3 blocks'] and 'fp8.py' in advice.tracebacks['E4M3 blocks']
+    assert ask(linear(), steps=2, schemes=('BF16',)).tracebacks == {}
+
+
+@pytest.mark.parametrize('name', TOYS)
+def test_no_remark_contradicts_the_table(name):
+    "On the nets of chapter 33, whose trainings are known"
+    advice = ask(toy_training(name), steps=2, schemes=('BF16', 'FP16 measured', 'FP16 scale 1'))
+    said, words = ' '.join(advice.remarks), {n: v for n, (v, _) in advice.verdicts.items()}
+    assert ('no scale here mends that' in said) <= ('yes' not in (words['FP16 measured'], words['FP16 scale 1']))
+    assert 'either' not in said
+
+
+def test_a_batch_of_nan_does_not_reach_the_weights():
+    "They are shared with the training"
+    t = linear()
+    x, y = next(t.batches())
+    was = copy.deepcopy(t.model.state_dict())
+    for name in ('BF16', 'FP16 hold', 'E4M3 per tensor'): assert SchemeProbe(name, t).gradients(t.model, (x*math.nan, y)) is None
+    assert all(torch.equal(a, b) for a, b in zip(was.values(), t.model.state_dict().values()))

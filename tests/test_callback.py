@@ -8,7 +8,7 @@ import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from fastai.basics import Adam, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException, CrossEntropyLossFlat, Learner, OptimWrapper, SGD, load_learner
 from fastai.callback.all import GradientAccumulation, GradientClip
 
-from mpcourse.callback import MixedPrecisionCB, StepHistory, quiet_fit, tensor_dls
+from mpcourse.callback import HalfPrecisionCB, MixedPrecisionCB, StepHistory, quiet_fit, tensor_dls
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.formats import same_bits
 from mpcourse.scaler import StaticScaler
@@ -900,3 +900,11 @@ def test_a_step_that_another_callback_cancels_does_not_skip_the_next():
     learn.add_cb(cb)
     with learn.no_bar(), learn.no_logging(): learn.fit(1, lr=.1)
     assert [bool(s) for s in cb.history.skipped] == [False]*3 and cb.scaler.scale == 2.**8
+
+
+def test_fp32_is_fp32_again_and_a_batch_outside_a_fit_is_refused():
+    learn = learner(mixed=None, cbs=HalfPrecisionCB('bf16')).to_fp32()
+    assert not learn.cbs.attrgot('dtype').filter()
+    learn.to_mixed(StaticScaler(8.)).create_opt()
+    learn.training = True
+    with pytest.raises(ValueError, match='outside a fit'): learn.one_batch(0, learn.dls.one_batch())

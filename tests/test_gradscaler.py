@@ -6,7 +6,7 @@ import pytest, torch, torch.nn as nn
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpcourse.dynamic import DynamicScaler
+from mpcourse.dynamic import DynamicScaler, from_torch
 from mpcourse.formats import same_bits
 from mpcourse.gradscaler import GradScaler
 from mpcourse.policies import POLICIES as BY_NAME, get_policy
@@ -413,11 +413,19 @@ def test_torchs_state_is_loaded_and_ours_by_torch(started):
 
 
 @library
+def test_torchs_state_below_one_is_loaded():
+    "Its rule has no floor"
+    theirs, ours = Torch('cpu', init_scale=.5), GradScaler()
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.get_scale() == from_torch(theirs.state_dict()).scale == .5
+    assert bad_steps(ours, '0000')[0] == bad_steps(theirs, '0000')[0]
+
+
+@library
 @pytest.mark.parametrize('make, change, error', [
     (lambda: GradScaler(StaticScaler()), lambda d: Torch('cpu').state_dict(), ValueError),
     (GradScaler, lambda d: d | dict(policy=StaticScaler().state_dict()), ValueError),
     (GradScaler, lambda d: {k: v for k, v in d.items() if k not in ('policy', 'growth_interval')}, ValueError),
-    (GradScaler, lambda d: Torch('cpu', init_scale=.25).state_dict(), ValueError),
     (GradScaler, lambda d: dict(policy=GradScaler(init_scale=4.).state_dict()['policy']), KeyError),
     (GradScaler, lambda d: {}, RuntimeError)])
 def test_a_foreign_state_is_refused_and_changes_nothing(make, change, error):
@@ -438,6 +446,7 @@ def test_the_numbers_can_be_set_and_read():
         assert (x.get_growth_factor(), x.get_backoff_factor(), x.get_growth_interval()) == (4., .25, 3)
     assert bad_steps(s, PATTERN)[0] == bad_steps(t, PATTERN)[0]
     with pytest.raises(ValueError, match='1.0'): s.set_growth_factor(1.)
+    with pytest.raises(ValueError, match='StaticScaler.*no growth_interval'): GradScaler(StaticScaler(8.)).set_growth_interval(3)
     again = GradScaler()
     again.load_state_dict(s.state_dict())
     assert again.get_growth_interval() == 3 and s.get_growth_factor() == 4.

@@ -113,6 +113,18 @@ def test_a_container_called_norm_is_none():
     assert cast_policy(net) == {'norm.weight': S, 'norm.bias': S, 'fn.weight': H, 'fn.bias': H}
 
 
+@HALVES
+def test_a_forward_of_the_instance_is_wrapped_and_comes_back(dtype):
+    "As hooks of other libraries, and `simulate_fp8`, put it on a module"
+    net, x = nn.Sequential(LlamaRMSNorm(), nn.Linear(8, 8)), rand(4, 8, scale=300., dtype=dtype)
+    plain = net[0].forward
+    def twice(x): return plain(x)*2
+    net[0].forward = twice
+    want = net[0](x.float()).to(dtype)
+    assert same_bits(model_to_half(net, dtype)[0](x), want)
+    assert model_to_float(net)[0].forward is twice and 'forward' not in vars(net[1])
+
+
 def test_hand_written_norm_is_cured():
     h = torch.tensor([[300.]*8, [0.]*8]).half()
     sick, well = LlamaRMSNorm().half()(h), model_to_half(nn.Sequential(LlamaRMSNorm()))(h)

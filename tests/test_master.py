@@ -87,16 +87,25 @@ def test_gradients_go_up_and_are_unscaled_in_fp32(device, flat, as_tensor, k):
     ps, ms = get_master([list(net[0].parameters()), list(net[1:].parameters())], flat)
     model_to_half(net)
     for p in net.parameters(): p.grad = (torch.randn_like(p.float())*2.**-10).to(p.dtype)
-    net[3].bias.grad = None
+    if not flat: net[3].bias.grad = None
     for step in range(2):
         to_master_grads(ps, ms, torch.tensor(2.**k, device=device) if as_tensor else 2.**k, flat)
         for g,m in zip(ps, ms):
             got = M._unflatten_dense_tensors(m[0].grad, g) if flat else [x.grad for x in m]
             for p,x in zip(g, got):
-                if p is net[3].bias: assert x is None or flat and not x.any()
+                if p.grad is None: assert x is None
                 else: assert same_bits(x, p.grad.float()*2.**k)
-        if step == 0: net[0].bias.grad, net[3].bias.grad = None, torch.ones_like(net[3].bias)
-        if step == 0: to_master_grads(ps, ms, 1., flat); net[3].bias.grad = None; net[0].bias.grad = torch.ones_like(net[0].bias)
+        if step == 0 and not flat: net[0].bias.grad, net[3].bias.grad = None, torch.ones_like(net[3].bias)
+
+
+def test_a_flat_master_does_not_move_a_weight_without_a_gradient():
+    "It would decay, or move by its momentum"
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    ps, ms = get_master([used, unused], flat=True)
+    to_master_grads(ps, ms, 1., flat=True)
+    assert ms[0][0].grad is None
+    used.grad = torch.ones(2)
+    with pytest.raises(ValueError, match='1 of 2 parameters'): to_master_grads(ps, ms, 1., flat=True)
 
 
 def test_small_gradients_survive():

@@ -806,3 +806,22 @@ def test_a_compiled_model_shows_the_same_numbers():
     (plain, *_), (c, *_) = compiled(lambda m: TensorCollector(m, 2), compile=False), compiled(lambda m: TensorCollector(m, 2))
     def norms(c): return {(r['step'], r['name'], r['kind']): r['norm'] for r in c.records}
     assert norms(c) == pytest.approx(norms(plain), rel=1e-3) and len(norms(c)) > 100
+
+
+def test_the_update_ratio_is_what_a_step_adds():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    opt = torch.optim.SGD([dict(params=net[0].parameters(), lr=.1), dict(params=net[1].parameters(), lr=0.)])
+    with TensorCollector(net, 2, ('weight', 'weight_grad'), stats=('norm', 'update_ratio')) as c:
+        for i in range(4):
+            was = net[0].weight.detach().clone()
+            opt.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); opt.step()
+            grad = net[0].weight.grad.clone()
+            c.step()
+            if i % 2: continue
+            rows = {(r['name'], r['kind']): r for r in c.records if r['step'] == i}
+            want = (net[0].weight - was).norm()/was.norm()
+            assert rows['0.weight', 'weight']['update_ratio'] == pytest.approx(want.item(), rel=1e-5)
+            assert rows['1.weight', 'weight']['update_ratio'] == 0 and math.isnan(rows['0.weight', 'weight_grad']['update_ratio'])
+            assert rows['0.weight', 'weight_grad']['norm'] == pytest.approx(grad.norm().item(), rel=1e-5)
+    assert {r['step'] for r in c.records} == {0, 2} and not c.before

@@ -8,7 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcourse.emulate import emulate_format
 from mpcourse.fp8 import RECIPES
-from mpcourse.probe import probe_precision, relative_error
+from mpcourse.layerwise import LayerwiseScaler
+from mpcourse.monitor import TensorCollector
+from mpcourse.probe import note_errors, probe_precision, relative_error
 from mpcourse.rounding import quantize
 from mpcourse.toys import batches, get_toy
 
@@ -312,3 +314,18 @@ def test_a_single_number_that_overflows_is_named():
 def test_large_negative_numbers_count_unless_both_are_a_mask():
     ref = torch.tensor([-1e9, 2., 3.])
     assert relative_error(ref, torch.tensor([0., 2., 3.])) > .5 and relative_error(ref, torch.tensor([-math.inf, 2., 3.])) == 0
+
+
+def test_a_collection_gets_the_errors_of_the_probe():
+    net, batch = mlp(8, 16, 4), data()
+    with TensorCollector(net, 2, ('activation', 'weight_grad'), stats='norm') as c:
+        for _ in range(2):
+            note_errors(c, batch, MSE, 'bf16')
+            MSE(net(batch[0]), batch[1]).backward()
+            c.step()
+    report = probe_precision(net, batch, MSE, 'bf16')
+    want = {(r.name, r.direction): r.error for r in report.rows}
+    errors = {(r['name'], r['kind']): r['error'] for r in c.records}
+    assert {r['step'] for r in c.records} == {0}
+    assert errors['2', 'activation'] == want['2', 'forward'] > 0 and errors['0.weight', 'weight_grad'] == want['0.weight', 'weight'] > 0
+    with pytest.raises(ValueError, match='scale for each layer'): note_errors(TensorCollector(net, 1, scaler=LayerwiseScaler(net)), batch, MSE)

@@ -648,6 +648,33 @@ def test_other_sigmoids_and_logarithms_are_not(net):
     assert step.outcome.stepped
 
 
+@pytest.mark.parametrize('loss', [lambda p, y: (1 + p).log().mean(), lambda p, y: p.log1p().mean(), lambda p, y: (3 - p).log2().mean()])
+def test_nor_logarithms_of_more_than_one(loss):
+    net, step = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), MixedStep(StaticScaler(8.))
+    step(net, torch.randn(5, 4), None, sgd(net), loss)
+    assert step.outcome.stepped
+    bad = lambda p, y: (-p).log1p().mean()
+    with pytest.raises(ValueError, match='hand the logits'): MixedStep(StaticScaler(8.))(net, torch.randn(5, 4), None, sgd(net), bad)
+
+
+class Grows(nn.Linear):
+    "A buffer that its forward makes, and one that it reshapes"
+    def __init__(self): super().__init__(4, 1); self.register_buffer('mean', None); self.register_buffer('seen', torch.zeros(0))
+    def forward(self, x):
+        if self.mean is None: self.mean = x.mean(0)
+        self.seen = x.detach()[:, 0]
+        return super().forward(x)
+
+
+def test_a_skipped_step_takes_back_a_buffer_that_it_made_or_reshaped():
+    net, step = Grows(), MixedStep(StaticScaler(2.))
+    opt, x = sgd(net), torch.randn(5, 4)
+    step(net, x*torch.inf, torch.zeros(5, 1), opt, mse)
+    assert not step.outcome.stepped and net.mean is None and net.seen.shape == (0,)
+    step(net, x, torch.zeros(5, 1), opt, mse)
+    assert step.outcome.stepped and same_bits(net.mean, x.mean(0)) and net.seen.shape == (5,)
+
+
 def test_an_optimizer_that_steps_in_the_backward_pass_is_refused_and_undone():
     net = nn.Linear(8, 1)
     opts, was = {p: torch.optim.SGD([p], .01) for p in net.parameters()}, net.weight.detach().clone()

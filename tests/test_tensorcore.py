@@ -250,6 +250,13 @@ def test_numbers_outside_the_format_are_refused():
     with pytest.raises(ValueError, match='0.3'): gpu_matmul(torch.tensor([[.3]]), torch.ones(1, 1))
     with pytest.raises(ValueError, match='scale for each 32'): gpu_matmul(torch.ones(2, 32), torch.ones(32, 2), 'B200', 'mxfp8')
     with pytest.raises(ValueError, match='shapes'): gpu_matmul(torch.ones(2, 32), torch.ones(32, 2), 'B200', 'mxfp8', scales=(torch.ones(2, 2),)*2)
+    one = torch.ones(1, 1)
+    for bad in (0., .75, -2., torch.inf, 2.**-140):
+        with pytest.raises(ValueError, match='no scale of mxfp8'):
+            gpu_matmul(torch.ones(1, 32), torch.ones(32, 1), 'B200', 'mxfp8', scales=(one, one*bad))
+    for good in (2.**-127, 2.**127, torch.nan): gpu_matmul(torch.ones(1, 32), torch.ones(32, 1), 'B200', 'mxfp8', scales=(one, one*good))
+    four = torch.ones(1, 4)
+    with pytest.raises(ValueError, match='1.29.*e4m3'): gpu_matmul(torch.ones(1, 64), torch.ones(64, 1), 'B200', 'nvfp4', scales=(four*1.3, four.mT))
     with pytest.raises(ValueError, match='scales for blocks'): as_gpu('B200', 'mxfp8')
 
 

@@ -548,6 +548,11 @@ def test_a_single_key_with_each_constraint(constraint):
     assert gq.abs().max() < 1e-12 and gk.abs().max() < 1e-12
 
 
+def test_keys_and_values_that_many_batches_share():
+    q, k, v = r(16, 64, 32), r(1, 64, 32), r(1, 64, 32)
+    assert_unit_scaled(lambda q, k, v: unit_attention(q, k, v, constraint='none'), q=q, k=k, v=v, tol=.15)
+
+
 def test_causal_attention_averages_over_the_visible_keys():
     each = [attention_factors(1, n)['y']**-2 for n in range(1, 33)]
     assert attention_factors(32, 32, True)['y'] == pytest.approx(statistics.fmean(each)**-.5)
