@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpcourse.probe import probe_precision
-from mpcourse.toys import batches, char_text, char_transformer, cross_entropy, digits, fit, plain_step, seed, seeded
+from mpcourse.toys import batches, char_text, char_transformer, cross_entropy, digits, fit, plain_step, seeded
 
 
 def text(number): return next(batches(char_text(), 16, 1, number))

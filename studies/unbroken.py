@@ -1,4 +1,4 @@
-"""What we could not break (chapter 32): an op's error is real, and no training of this size suffers
+"""Which errors of one operation does no training of this size feel? What we could not break (chapter 32)
 
 `muon`: Newton–Schulz in a format, in one call and in the training of the course's GPT. `norms`: its norm weights in MXFP8. `four_six`: its
 products in NVFP4 with one scale a block, or the better of two. `swiglu`: E4M3 with delayed scales behind a SwiGLU whose two halves are
