@@ -167,6 +167,13 @@ class BufferSnapshot:
 # %% ../nbs/09_step.ipynb #35c00c8b
 LOOK_EVERY = 50 # steps from one look of the host at a skip to the next; bad losses before a warning
 
+def _one_more(skips, found):
+    "The skipped steps in a row on the device: one more where `found` is above 0, else 0"
+    one = found.clamp(max=1)
+    if not isinstance(skips, Tensor): skips = found.new_tensor(float(skips))
+    return torch.addcmul(one, one, skips)
+
+
 # %% ../nbs/09_step.ipynb #d3f3d309
 @dataclass
 class StepOutcome:
@@ -175,6 +182,7 @@ class StepOutcome:
     scale:Tensor # 0-dim: the loss scale of this step
     next_scale:Tensor # 0-dim: the loss scale of the next
     held:Tensor # 0-dim: how many steps in a row, up to this one, had a loss that was not finite
+    skips:Tensor|int # how many steps in a row, up to this one, are to be skipped
     number:int=0 # of the step in this process
     floor:float=0. # lowest scale allowed; 0 if the first scale was already the lowest
     grads:list|None=None # (name, gradient, unscaled gradient), until the first look
@@ -205,12 +213,15 @@ class StepOutcome:
                 f'was not finite; the next scale is {self.next_scale.item():g}.')
 
     def warn(self):
-        "Warn of `LOOK_EVERY` non-finite losses in a row, or of the lowest scale"
+        "Warn of `LOOK_EVERY` non-finite losses or skipped steps in a row, or of the lowest scale"
         if self._stepped is not False and self.number % LOOK_EVERY != LOOK_EVERY - 1: return
         held = int(self.held.item())
         if held >= LOOK_EVERY:
             warn_user(f'The loss has not been finite since step {self.number - held + 1}: '
                       'the model or its data is broken, not the scale.')
+        elif (skips := int(self.skips)) >= LOOK_EVERY:
+            warn_user(f'Every step from step {self.number - skips + 1} on has been skipped: some gradient '
+                      'is never finite. Look at loss and gradients in FP32, without a scale.')
         if self.next_scale.item() <= self.floor:
             warn_user(f'The loss scale has fallen to its floor of {self.floor:g}: '
                       'look at the model and its data.')
@@ -253,6 +264,7 @@ class StepController:
     ):
         self.scaler, self.model, self.group = scaler, model, group
         self.number = -1
+        self.skips = 0                                       # in a row
         self.watched = scaler.watch(model)
         self.buffers = BufferSnapshot(model)
         self.joinables = None                                # looked for once, among several ranks
@@ -354,8 +366,10 @@ class StepController:
         self.buffers.clear()
         self.number += 1
         floor = scaler.min_scale if scaler.min_scale < scaler.init_scale else 0.
-        outcome = StepOutcome(found, scale, scaler.scale.clone(), scaler.held.clone(), self.number,
-                              floor, self.named, _stepped=stepped)
+        if stepped is None: self.skips = _one_more(self.skips, found)
+        else: self.skips = 0 if stepped else int(self.skips) + 1
+        outcome = StepOutcome(found, scale, scaler.scale.clone(), scaler.held.clone(), self.skips,
+                              self.number, floor, self.named, _stepped=stepped)
         self.reset()
         return outcome
 

@@ -829,7 +829,7 @@ def test_the_history_outlives_fit_and_is_read_at_the_end_only():
     "fastai drops its scales in after_fit"
     h = StepHistory()
     assert len(h) == 0 and h.scales.shape == (0,) and h.skipped.shape == (0,)
-    for i in range(2500): h.add(StepOutcome(torch.tensor(float(i % 3 == 0)), torch.tensor(float(i)), torch.tensor(1.), torch.tensor(0)))
+    for i in range(2500): h.add(StepOutcome(torch.tensor(float(i % 3 == 0)), torch.tensor(float(i)), torch.tensor(1.), torch.tensor(0), torch.tensor(0)))
     assert len(h) == 2500 and h.scales.tolist() == list(range(2500)) and h.skipped.sum() == 834 and len(h.rows) < 1000
     learn = fit(learner(mixed=Climber(1.)), 1)
     assert learn.mixed_precision_cb.history.scales.tolist() == [1, 2, 4, 8]

@@ -132,7 +132,7 @@ def test_at_the_floor_a_scale_stays_and_a_warning_says_it():
     sc = get_policy('deepspeed', init_scale=2., hysteresis=1)
     assert octaves(sc, '1111') == [0]*4
     with pytest.warns(UserWarning, match='floor of 1'):
-        StepOutcome(torch.tensor(1.), sc.scale, sc.scale, sc.held, 49, sc.min_scale).warn()
+        StepOutcome(torch.tensor(1.), sc.scale, sc.scale, sc.held, torch.tensor(0), 49, sc.min_scale).warn()
 
 
 # --- golden traces, of the originals' own code ---

@@ -290,7 +290,7 @@ def test_an_outcome_looks_once_names_parameters_and_says_why(looks):
     ok = judge(one(torch.ones(3)), StaticScaler(8.))
     assert ok.stepped is True and ok.nonfinite == () and 'taken' in ok.message
     assert 'p0, p1, p2 …' in judge(one(*[torch.tensor([torch.nan])]*5), StaticScaler(2.)).message
-    assert 'elsewhere' in StepOutcome(torch.tensor(1.), torch.tensor(1.), torch.tensor(1.), torch.tensor(0)).message
+    assert 'elsewhere' in StepOutcome(torch.tensor(1.), torch.tensor(1.), torch.tensor(1.), torch.tensor(0), torch.tensor(1)).message
 
 
 @pytest.mark.parametrize('rule', [Torch, InPlace])
@@ -816,3 +816,18 @@ def test_clipping_counts_only_the_gradients_of_the_optimizer():
     for m in (model, twin):
         MixedStep(StaticScaler(2.**12), clip=.05)(m, x, y, torch.optim.SGD(m[2].parameters(), lr=1.), nn.functional.cross_entropy)
     assert torch.equal(model[2].weight, twin[2].weight)
+
+
+@pytest.mark.parametrize('fused', [False, True])
+def test_fifty_skipped_steps_in_a_row_are_told_at_any_scale(fused):
+    "A finite loss whose gradient is NaN: in BF16 no falling scale shows the skips"
+    def rooted(pred, y=None): return pred.float().square().mean() + ((0*pred.float())**2).sqrt().mean()
+    model, x = torch.nn.Linear(4, 1), torch.randn(8, 4)
+    step, opt = MixedStep(dtype='bf16'), torch.optim.AdamW(model.parameters(), fused=fused)
+    def told(n, loss_func):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter('always')
+            for _ in range(n): step(model, x, None, opt, loss_func)
+        return [str(w.message) for w in seen]
+    assert not told(49, rooted) and 'from step 0 on' in told(51, rooted)[0]
+    assert not told(100, lambda pred, y: pred.float().square().mean())
