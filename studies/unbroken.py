@@ -25,9 +25,10 @@ MUON = {name: dict(cast=cast) for name, cast in CASTS.items()}
 NORMS = {'FP32': {}, 'MXFP8': dict(recipe='mx_floor'), 'MXFP8, scale rounded up': dict(recipe='mx')}
 FOUR_SIX = {'FP32': {}, 'NVFP4': dict(tops=(6.,)), 'NVFP4, the better of two scales': dict(tops=(6., 4.))}
 SWIGLU = {'FP32': {}, 'E4M3, delayed scale': dict(delayed=True)}
-STEPS = {'FP32': dict(cast=exact), 'BF16': dict(cast=bf16)}
+STEPS = {'FP32': dict(cast=exact), 'BF16': dict(cast=bf16), 'always 0': dict(cast=torch.zeros_like)}
 SUM = {f'{n:,} in BF16': dict(n=n) for n in (256, 1024, 4096)} | {'1,024 in FP32': dict(n=1024, cast=exact), '4,096 in FP32': dict(n=4096, cast=exact),
-                                                              '1,024 in BF16, by pairs': dict(n=1024, pairs=True)}
+                                                              '1,024 in BF16, by pairs': dict(n=1024, pairs=True),
+        '4,096 in BF16, true length': dict(n=4096, rescaled=True)}
 KINDS = dict(muon=MUON, norms=NORMS, four_six=FOUR_SIX, swiglu=SWIGLU, steps=STEPS, sum=SUM)
 ROWS = {f'{kind}: {name}': (kind, kw) for kind, rows in KINDS.items() for name, kw in rows.items()}
 SEEDS = range(10)
@@ -182,7 +183,7 @@ def told(t):
 
 
 def steps(number, cast, train_steps=2000):
-    "Different time steps of 1,000, and the samples' distance from the nearest of eight centres"
+    "Different time steps of 1,000, the samples' distance from the nearest of eight centres, and how unevenly they choose one"
     g = torch.Generator().manual_seed(seed(number))
     net = mlp([66, 128, 128, 128, 2], seed=number)
     opt = torch.optim.Adam(net.parameters(), 2e-3)
@@ -201,8 +202,10 @@ def steps(number, cast, train_steps=2000):
             a, before = KEPT[t], KEPT[t - 1] if t else torch.ones(())
             noise = net(torch.cat([x, told(cast(torch.full((1000,), float(t))))], 1))
             x = before.sqrt()*(x - (1 - a).sqrt()*noise)/a.sqrt() + (1 - before).sqrt()*noise
-    distance = torch.cdist(x, CENTRES).amin(1).square().mean().sqrt().item()
-    return dict(different=len(cast(torch.arange(1000).float()).unique()), distance=distance)
+    near, which = torch.cdist(x, CENTRES).min(1)
+    shares = torch.bincount(which, minlength=8)/len(x)
+    return dict(different=len(cast(torch.arange(1000).float()).unique()), distance=near.square().mean().sqrt().item(),
+                uneven=(shares - 1/8).abs().max().item())
 
 
 # --- sums of micro-batches ---
@@ -217,7 +220,7 @@ def added(gradients, cast, pairs):
     return total
 
 
-def sum_(number, n, cast=bf16, pairs=False, train_steps=20):
+def sum_(number, n, cast=bf16, pairs=False, rescaled=False, train_steps=20):
     "Cosine of the sum with the true one, the mean over the steps, and the loss on new digits"
     net, data = mlp([64, 32, 10], seed=number), digits()
     names = [name for name, _ in net.named_parameters()]
@@ -231,6 +234,7 @@ def sum_(number, n, cast=bf16, pairs=False, train_steps=20):
         true = torch.cat([grads[k].sum(0).flatten() for k in names])
         got = torch.cat([added(grads[k], cast, pairs).flatten() for k in names])
         cosines.append(F.cosine_similarity(true, got, dim=0).item())
+        if rescaled: got = got*true.norm()/got.norm()
         with torch.no_grad():
             flat = torch.nn.utils.parameters_to_vector(net.parameters()) - .5*got/n
             torch.nn.utils.vector_to_parameters(flat, net.parameters())
