@@ -3,13 +3,17 @@
 `norms`: digits, a net of frozen random layers, Adam; only the norms' weights are trained, and they are stored in a format after
 each step. `average`: an average of a net's weights with decay .999 over 3,000 steps. `v`: Adam's second moment, with
 twenty batches of thirty times the loss and 2,380 good ones behind them. `states`: Adam's states of the course's GPT in blocks of 256
-numbers, sixty steps. Everything else computes in FP32.
+numbers, sixty steps. `integrator`: a recurrent net whose state moves by a 600th to a 2,400th of what comes, for 256 steps; it
+learns the mean of its input. Everything else computes in FP32.
 """
+import math
+
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from mpcourse.rounding import quantize
-from mpcourse.toys import batches, char_text, char_transformer, cross_entropy, digits, mlp, seed
+from mpcourse.toys import batches, char_text, char_transformer, cross_entropy, digits, mlp, seed, seeded
 
 def nearest(dtype): return lambda x, g: x.to(dtype).float()
 def exact(x, g): return x.clone()
@@ -31,7 +35,10 @@ STATES = {
     'FP32': {}, 'v INT8': dict(v='int8'), 'm INT8': dict(m='int8'), 'E4M3': dict(m='e4m3', v='e4m3'),
     'INT8 of the root of v': dict(m='int8', v='int8', root=True),
     'INT8, epsilon 1e-4': dict(m='int8', v='int8', eps=1e-4), 'FP32, epsilon 1e-4': dict(eps=1e-4)}
-KINDS = dict(norms=NORMS, average=AVERAGES, v=MOMENTS, states=STATES)
+INTEGRATOR = {
+    'FP32': {}, 'BF16 state': dict(state=BF16), 'BF16 but for the state': dict(rest=BF16), 'FP16 state': dict(state=FP16),
+    'BF16 state, rounded by chance': dict(state=by_chance), 'BF16 state without its start': dict(state=BF16, shifted=True)}
+KINDS = dict(norms=NORMS, average=AVERAGES, v=MOMENTS, states=STATES, integrator=INTEGRATOR)
 ROWS = {f'{kind}: {name}': (kind, kw) for kind, rows in KINDS.items() for name, kw in rows.items()}
 SEEDS = range(10)
 
@@ -145,10 +152,38 @@ def states(number, m=None, v=None, root=False, eps=1e-8, steps=60):
     return dict(loss=sum(losses[-10:])/10)
 
 
+def integrator(number, state=exact, rest=exact, shifted=False, length=256, width=16, steps=60):
+    "Squared error on new sequences; guessing gives a third"
+    g = torch.Generator().manual_seed(seed(number))
+    with seeded(number): enter, out = nn.Linear(2, width), nn.Sequential(nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, 1))
+    rate = nn.Parameter(-torch.linspace(math.log(600.), math.log(2400.), width))
+    start = nn.Parameter(torch.ones(width))
+    opt = torch.optim.Adam([*enter.parameters(), *out.parameters(), rate, start], 1e-2)
+    def cast(x, f): return Rounded.apply(x, lambda t, _: f(t, g))
+    def net(x):
+        u, k = cast(enter(x), rest), cast(rate.exp(), rest)
+        begin = start
+        if shifted: u, begin = u - start, torch.zeros(width)            # the state is what h has moved
+        h = begin.expand(len(x), width)
+        for t in range(length): h = cast(h + k*(u[:, t] - h), state)
+        return out(cast(h - begin, rest)*8)[:, 0]
+    def data(n):
+        mean = torch.rand(n, 1, 1, generator=g)*2 - 1
+        noisy = mean*.5 + .1*torch.randn(n, length, 1, generator=g)
+        return torch.cat([noisy, torch.ones(n, length, 1)], 2), mean[:, 0, 0]
+    for _ in range(steps):
+        x, y = data(16)
+        opt.zero_grad()
+        F.mse_loss(net(x), y).backward()
+        opt.step()
+    x, y = data(256)
+    with torch.no_grad(): return dict(error=F.mse_loss(net(x), y).item())
+
+
 def run(row, seed):
     "The numbers of its kind, one training"
     kind, kw = ROWS[row]
-    return dict(norms=norms, average=average, v=v, states=states)[kind](seed, **kw)
+    return dict(norms=norms, average=average, v=v, states=states, integrator=integrator)[kind](seed, **kw)
 
 
 if __name__ == '__main__':
