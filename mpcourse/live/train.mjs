@@ -56,6 +56,7 @@ export function mount(root, data) {
   function change(what) {
     Object.assign(state, what);
     post?.({ set: what });
+    if (!running && runs[0]?.steps.length) el.says.textContent = `Press “${el.more.textContent}” to train on with: ${label(state)}.`;
   }
   function begin() {
     runs.unshift({ path: [label(state)], steps: [], planned: 0, color: COLORS[id % 3] });
@@ -86,7 +87,7 @@ export function mount(root, data) {
     }
     const run = Object.assign(runs[0], m), was = running;
     run.steps.push(...m.done);
-    if (m.done.length && run.path.at(-1) !== label(state)) { run.path[1] = label(state); rows(); }
+    if (m.done.length && run.path.at(-1) !== label(state)) { run.path = [...run.path, label(state)].slice(-3); rows(); }
     if (run.steps.length) {
       if (state.moves) el.k.set(state.k = run.steps.at(-1).k);
       m.fates.forEach(drawFates);
@@ -104,11 +105,10 @@ export function mount(root, data) {
       (last.skipped ? `${last.skipped} steps were skipped. ` : '') + (state.masters ? '' : `${percent(last.still, 1)} of the weights did not move in the last step. `) +
       `Hash of all weights: ${run.hash}.`;
   }
-  /** Rows of pictures: new digits, then the trainings. */
   function rows() {
     const side = Math.sqrt(truth.drawn.length / 5), cell = () => make('figure', { class: 'cell' }, make('canvas', { width: side, height: side }), make('span'));
     if (runs.length > 1 && !runs.at(-1).planned) runs.pop();
-    const row = run => [make('b', { style: `--c:${run.color ?? 'transparent'}` }, run.path[0], make('small', {}, run.path[1] ? `then ${run.path[1]}` : '')),
+    const row = run => [make('b', { style: `--c:${run.color ?? 'transparent'}` }, run.path[0], make('small', {}, run.path.slice(1).map(p => `then ${p}`).join(', '))),
       run.cells = make('div', { role: 'img' }, [1, 2, 3, 4, 5].map(cell))];
     el.shown.replaceChildren(make('div', { class: 'rows' }, ...[truth, ...runs].flatMap(row)));
     [truth, ...runs].forEach(paint);
