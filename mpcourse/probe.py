@@ -130,6 +130,7 @@ class Row:
     spacings:float=math.inf # of the low format at the mean, in one standard deviation
     own:float|None=None # error of this op alone, with rounded inputs; None: not looked at
     noise:bool=False # is it zero in FP32, too, but for rounding?
+    nan:bool=False # is there NaN in FP32, too?
     still:float=0. # share of a state, or of weights, that should have moved and did not
     distinct:tuple=() # of a cast: how many different numbers went in, and came out
     kind:str='' # of the fault, if the error begins here
@@ -146,6 +147,11 @@ class Row:
         "The line of code"
         return linecache.getline(*self.place).strip()
 
+    def __str__(self):
+        name = f' in {self.name}' if self.name else ''
+        line = f', at {self.where}: {self.code}' if self.place[1] else ''
+        return f'{self.direction}: {self.op}{name}{line}'
+
 # %% ../nbs/18_probe.ipynb #1800003d
 def compared(
     direction:str, # as in `Row`
@@ -159,6 +165,7 @@ def compared(
 )->Row:
     "Compare the entries of a tensor"
     row = Row(direction, op, name, place, relative_error(ref, low), carried)
+    row.nan = bool(ref.isnan().any())
     numbers = ref.isfinite() & ~masked(ref, low)
     if dtype in HALVES: row.limit = share_of(low.abs() >= torch.finfo(dtype).max, numbers)
     row.limit = max(row.limit, share_of(~low.isfinite(), numbers))
@@ -614,8 +621,18 @@ class ProbeReport:
             if later.direction == 'forward' and small and grown: row = later
         return row
 
+    @property
+    def _broken(self)->Row|None:
+        "The first tensor with NaN in FP32, too, if NaN reaches the loss or a weight's gradient"
+        loss = [r for r in self.rows if r.direction == 'forward'][-1:]
+        ends = loss + [r for r in self.rows if r.direction == 'weight']
+        if not any(r.nan for r in ends): return None
+        return next(r for r in self.rows if r.nan and 'empty' not in r.op)
+
     def sentence(self)->str:
         "Where precision is lost, how, and what to try first"
+        row = self._broken
+        if row is not None: return f'NaN in FP32, too. The first, {row}\nProbe an earlier step.'
         row = self.worst
         until = ''
         if self.parted is not None: until = f' before call {self.parted}, where the two runs part'
@@ -623,9 +640,7 @@ class ProbeReport:
             row = max((r for r in self.rows if not r.noise), key=lambda r: r.error)
             return (f'No error jumps{until}. The largest is {row.error:.3f} of a standard '
                     f'deviation: {row.direction}, {row.op} in {row.name or "the model"}.')
-        name = f' in {row.name}' if row.name else ''
-        line = f', at {row.where}: {row.code}' if row.place[1] else ''
-        return (f'{row.kind.capitalize()}, {row.direction}: {row.op}{name}{line}\n'
+        return (f'{row.kind.capitalize()}, {row}\n'
                 f'The error is {row.error:.3f} of a standard deviation, and {row.carried:.3f} in '
                 f'what it was computed from. First try: {ADVICE[row.kind]}.')
 
@@ -640,7 +655,7 @@ def table(self:ProbeReport,
     import pandas as pd
     rows = self.faults if faults else self.rows
     columns = ('direction', 'op', 'name', 'where', 'error', 'carried', 'own', 'cosine',
-               'flushed', 'limit', 'still', 'spacings', 'distinct', 'kind')
+               'flushed', 'limit', 'nan', 'still', 'spacings', 'distinct', 'kind')
     return pd.DataFrame([{c: getattr(r, c) for c in columns} for r in rows])
 
 @patch

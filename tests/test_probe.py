@@ -329,3 +329,16 @@ def test_a_collection_gets_the_errors_of_the_probe():
     assert {r['step'] for r in c.records} == {0}
     assert errors['2', 'activation'] == want['2', 'forward'] > 0 and errors['0.weight', 'weight_grad'] == want['0.weight', 'weight'] > 0
     with pytest.raises(ValueError, match='scale for each layer'): note_errors(TensorCollector(net, 1, scaler=LayerwiseScaler(net)), batch, MSE)
+
+
+def test_nan_in_fp32_is_told_first_unless_it_is_masked_away():
+    class Filled(nn.Module):
+        def __init__(self): super().__init__(); self.lin = mlp(8, 4)
+        def forward(self, x):
+            gaps = torch.full_like(x, math.nan)
+            return self.lin(torch.where(gaps.isnan(), x, gaps))
+    assert 'NaN' not in str(probe_precision(Filled(), data(), MSE))
+    net = Offset()
+    net.down.weight.data[0] = math.nan
+    said = str(probe_precision(net, data(), MSE, 'bf16 weights'))
+    assert said.startswith('NaN in FP32, too. The first, forward: linear in down, at test_probe.py') and 'earlier step' in said
