@@ -147,6 +147,12 @@ class Row:
         "The line of code"
         return linecache.getline(*self.place).strip()
 
+    @property
+    def advice(self)->str:
+        "What to try first"
+        if self.direction != 'forward': return GRADIENT_ADVICE.get(self.kind, ADVICE[self.kind])
+        return ADVICE[self.kind]
+
     def __str__(self):
         name = f' in {self.name}' if self.name else ''
         line = f', at {self.where}: {self.code}' if self.place[1] else ''
@@ -179,8 +185,8 @@ def compared(
 
 # %% ../nbs/18_probe.ipynb #1800003f
 ADVICE = {
-    'overflow': 'use a smaller loss scale if it is a gradient; else compute this op in FP32',
-    'underflow': 'use a larger loss scale if it is a gradient; else compute this op in FP32',
+    'overflow': 'compute this op in FP32, or make what it takes smaller',
+    'underflow': 'compute this op in FP32, or make what it takes larger',
     'a large offset': 'subtract what all entries share before this op, or keep its result in FP32',
     'lost values': 'compute this in FP32, and cast what comes out of it',
     'a state that stands still': 'keep the state in FP32, or round it stochastically',
@@ -189,6 +195,9 @@ ADVICE = {
     'swallowed updates': 'keep FP32 master weights, or round stochastically, or with compensation',
     'a product in few bits': 'use smaller blocks, a wider format, or FP32 sums for this product',
     'rounding': 'compute this op in more bits'}
+GRADIENT_ADVICE = {     # a loss scale reaches gradients alone
+    'overflow': 'use a smaller loss scale; if none helps, compute this op in FP32',
+    'underflow': 'use a larger loss scale; if none helps, compute this op in FP32'}
 LIMITS = dict(          # from which on a fault is named; judged on the trainings of this chapter
     error=.2,           # over the standard deviation, of a result
     gradient=5,         # times that, of a gradient
@@ -642,7 +651,7 @@ class ProbeReport:
                     f'deviation: {row.direction}, {row.op} in {row.name or "the model"}.')
         return (f'{row.kind.capitalize()}, {row}\n'
                 f'The error is {row.error:.3f} of a standard deviation, and {row.carried:.3f} in '
-                f'what it was computed from. First try: {ADVICE[row.kind]}.')
+                f'what it was computed from. First try: {row.advice}.')
 
     def __str__(self): return self.sentence()
 

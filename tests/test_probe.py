@@ -342,3 +342,14 @@ def test_nan_in_fp32_is_told_first_unless_it_is_masked_away():
     net.down.weight.data[0] = math.nan
     said = str(probe_precision(net, data(), MSE, 'bf16 weights'))
     assert said.startswith('NaN in FP32, too. The first, forward: linear in down, at test_probe.py') and 'earlier step' in said
+
+
+@pytest.mark.parametrize('size', [1e-8, 1e6])
+def test_a_loss_scale_is_advised_for_gradients_alone(size):
+    class Sized(nn.Module):
+        def __init__(self): super().__init__(); self.lin = mlp(8, 4)
+        def forward(self, x): return (self.lin(x).half()*size).float()/size
+    row = probe_precision(Sized(), data(), MSE, None).worst
+    assert (row.kind, row.direction) == ('overflow' if size > 1 else 'underflow', 'forward') and row.advice.startswith('compute this op in FP32') and 'scale' not in row.advice
+    report = probe_precision(mlp(8, 16, 4), data(), MSE, 'fp16', scale=2.**30 if size > 1 else 2.**-20)
+    assert report.worst.kind == row.kind and report.worst.direction == 'backward' and f'First try: use a {"smaller" if size > 1 else "larger"} loss scale' in str(report)
