@@ -9,7 +9,7 @@ __all__ = ['probe_precision', 'note_errors']
 import copy, linecache, math, sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from html import escape
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.overrides import resolve_name, TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .half import cast, HALVES, model_to_float
@@ -25,7 +25,7 @@ from .monitor import inverse_scale
 from .plots import CYCLE, figure_html
 from .scaler import LossScaler
 from .tensorcore import half_compute
-from .toys import predict
+from .toys import call_args, predict
 
 # %% ../nbs/18_probe.ipynb #18000032
 _TORCH = str(Path(torch.__file__).parent)
@@ -119,8 +119,8 @@ def share_of(
 class Row:
     "What became of one tensor of a training step"
     direction:str # 'forward', 'backward' (gradient of a result), 'weight' (gradient) or 'update'
-    op:str # that computed it, such as 'linear'
-    name:str # of the module, or of the parameter
+    op:str # that computed it, such as 'linear'; 'input' for the cast of a batch's input
+    name:str # of the module, or of the parameter, or the input's name or number
     place:tuple # (file, line) of the model's code
     error:float # of all few-bit arithmetic so far, over the standard deviation; inf where it broke
     carried:float # the largest such error among the tensors that it was computed from
@@ -150,6 +150,7 @@ class Row:
     @property
     def advice(self)->str:
         "What to try first"
+        if self.op == 'input': return INPUT_ADVICE
         if self.direction != 'forward': return GRADIENT_ADVICE.get(self.kind, ADVICE[self.kind])
         return ADVICE[self.kind]
 
@@ -198,6 +199,7 @@ ADVICE = {
 GRADIENT_ADVICE = {     # a loss scale reaches gradients alone
     'overflow': 'use a smaller loss scale; if none helps, compute this op in FP32',
     'underflow': 'use a larger loss scale; if none helps, compute this op in FP32'}
+INPUT_ADVICE = 'subtract what all entries share, or scale, before the cast; or keep it in FP32'
 LIMITS = dict(          # from which on a fault is named; judged on the trainings of this chapter
     error=.2,           # over the standard deviation, of a result
     gradient=5,         # times that, of a gradient
@@ -574,6 +576,25 @@ def forward_backward(
     (loss*scale).backward()
 
 # %% ../nbs/18_probe.ipynb #18000059
+def inputs_cast(
+    inputs, # of a batch, as for `probe_precision`
+    a:Arithmetic, # whose storage format they are cast to
+    most:int|None, # as for `entries`
+    serious:float, # an error from which on it is a fault
+)->list: # of Row
+    "What the cast of the inputs loses"
+    rows = []
+    for path, t in tree_flatten_with_path(call_args(inputs))[0]:
+        if not float_tensors(t): continue
+        name = '.'.join(str(*astuple(key)) for key in path[1:])
+        ref = entries(t, most)
+        low = ref.to(a.storage)
+        row = compared('forward', 'input', name, ('', 0), ref.float(), low.float(), low.dtype, 0.)
+        row.distinct = ref.unique().numel(), low.unique().numel()
+        if ref.numel() > 1 and row.error > serious: row.kind = fault(row)
+        rows.append(row)
+    return rows
+
 def run_low(
     model:nn.Module, # as for `probe_precision`
     opt:torch.optim.Optimizer|None, # likewise
@@ -610,7 +631,8 @@ class ProbeReport:
         first = {}
         for row in self.rows:
             if not row.kind: continue
-            here = row.direction, row.place, row.name if row.direction != 'forward' else ''
+            named = row.direction != 'forward' or row.op == 'input'
+            here = row.direction, row.place, row.op == 'input', row.name if named else ''
             first.setdefault(here, row)
             turns = [r for r in self.rows if r.place == row.place and r.still > LIMITS['still']]
             if row.direction == 'forward' and len(turns) > 2:
@@ -720,6 +742,7 @@ def probe_precision(
         twin, twin_opt = copy.deepcopy((model, opt))
         if any(p.dtype in HALVES for p in twin.parameters()): twin = model_to_float(twin)
         ref = Reference(twin, low, scale, a.both, serious)
+        if a.storage: ref.rows += inputs_cast(batch[0], a, most, serious)
         wide = cast(batch[0], torch.float32), batch[1]
         torch.manual_seed(low.seed)
         forward_backward(twin, wide, loss_func, ref, nullcontext, 1.)
@@ -749,6 +772,7 @@ def note_errors(
     kinds = dict(forward='activation', backward='activation_grad', weight='weight_grad')
     errors = {}
     for row in report.rows:
+        if row.op == 'input': continue                       # of no layer
         key = row.name or type(collector.model).__name__, kinds[row.direction]
         errors[key] = max(errors.get(key, 0.), row.error)
     collector.notes['error'] = errors

@@ -353,3 +353,18 @@ def test_a_loss_scale_is_advised_for_gradients_alone(size):
     assert (row.kind, row.direction) == ('overflow' if size > 1 else 'underflow', 'forward') and row.advice.startswith('compute this op in FP32') and 'scale' not in row.advice
     report = probe_precision(mlp(8, 16, 4), data(), MSE, 'fp16', scale=2.**30 if size > 1 else 2.**-20)
     assert report.worst.kind == row.kind and report.worst.direction == 'backward' and f'First try: use a {"smaller" if size > 1 else "larger"} loss scale' in str(report)
+
+
+def test_the_cast_of_the_inputs_is_compared():
+    class Clock(nn.Module):
+        def __init__(self): super().__init__(); self.lin = mlp(9, 4)
+        def forward(self, x, t): return self.lin(torch.cat([x, ((t.float() - 1.7e9)/86400).to(x.dtype)], 1))
+    x, y = data()
+    t = 1.7e9 + 8640*torch.arange(16.)[:, None]
+    for batch, name in ((dict(x=x, t=t), 't'), ((x, t), '1')):
+        report = probe_precision(Clock(), (batch, y), MSE, 'bf16 weights')
+        assert [r.op for r in report.rows].index('cat') > 1 and report.rows[0].error < .01
+        row = report.worst
+        assert (row.op, row.name, row.kind, row.direction, row.distinct) == ('input', name, 'lost values', 'forward', (16, 1)) and 'before the cast' in str(report)
+        assert not any(r.op == 'input' for r in probe_precision(Clock(), (batch, y), MSE, 'bf16').rows)
+    assert not probe_precision(mlp(8, 16, 4), data(), MSE, 'bf16 weights').faults
