@@ -133,6 +133,7 @@ class Row:
     nan:bool=False # is there NaN in FP32, too?
     still:float=0. # share of a state, or of weights, that should have moved and did not
     distinct:tuple=() # of a cast: how many different numbers went in, and came out
+    source:'Row|None'=None # of a fault: the result that made the error which it takes
     kind:str='' # of the fault, if the error begins here
 
     @property
@@ -155,9 +156,10 @@ class Row:
         return ADVICE[self.kind]
 
     def __str__(self):
-        name = f' in {self.name}' if self.name else ''
+        link = ' ' if self.op == 'input' else ' in '
+        name = link + self.name if self.name else ''
         line = f', at {self.where}: {self.code}' if self.place[1] else ''
-        return f'{self.direction}: {self.op}{name}{line}'
+        return f'{self.op}{name}{line}'
 
 # %% ../nbs/18_probe.ipynb #1800003d
 def compared(
@@ -342,7 +344,8 @@ class Reference(Recorder):
     ):
         super().__init__(model, low.most, low.run)
         self.low, self.scale, self.context, self.serious = low, scale, context, serious
-        self.rows, self.errors, self.gradient_errors = [], [], {}
+        self.rows, self.gradient_errors = [], {}
+        self.largest, self.taken = [], []                   # row and source of each call
         self.sizes = {}                                     # of gradients of results
         self.consumers, self.users, self.last = {}, {}, {}
         self.parted = None                                  # the first call that is another
@@ -373,14 +376,14 @@ def note(self:Reference, name, inputs, results):
     for p in parents: self.consumers.setdefault(p, []).append(number)
     for t in inputs:
         if t in self.parameters: self.users.setdefault(t, []).append(number)
-    self.errors.append(0.)
     if self.parted is None: self.match(number, name, results)
     if self.parted is not None: return Call(name, user_line(), '', [], [])
     call = self.low.calls[number]
-    carried = max((self.errors[p] for p in parents), default=0.)
+    self.taken.append(max(parents, key=lambda p: self.largest[p].error, default=None))
+    rows = []
     for k, t in enumerate(results):
-        row = self.compare(number, call, k, entries(t, self.most).float(), carried)
-        self.errors[number] = max(self.errors[number], row.error)
+        rows.append(self.compare(number, call, k, entries(t, self.most).float()))
+    self.largest.append(max(rows, key=lambda r: r.error))
     call.outs = []
     return call
 
@@ -393,9 +396,10 @@ def match(self:Reference, number, name, results):
     self.parted = number
 
 @patch
-def compare(self:Reference, number, call, k, ref, carried):
+def compare(self:Reference, number, call, k, ref):
     "A row for a result"
-    low = call.outs[k]
+    low, taken = call.outs[k], self.taken[number]
+    carried = 0. if taken is None else self.largest[taken].error
     row = compared('forward', call.op, call.module, call.place, ref, low.float(), low.dtype,
                    carried)
     here = call.place, call.op, k
@@ -408,8 +412,19 @@ def compare(self:Reference, number, call, k, ref, carried):
     if overflowed or jumped and ref.numel() > 1:
         self.explain(row, call, k, ref)
         row.kind = fault(row)
+        row.source = self.source(row, taken)
     self.rows.append(row)
     return row
+
+# %% ../nbs/18_probe.ipynb #f8c90186
+@patch
+def source(self:Reference, row, taken):
+    "The result on another line, or in another module, that made the error which a row takes"
+    while taken is not None:
+        made = self.largest[taken]
+        here = (made.place, made.name) == (row.place, row.name)
+        if not here and made.error != made.carried: return made
+        taken = self.taken[taken]
 
 # %% ../nbs/18_probe.ipynb #1800004d
 @patch
@@ -663,7 +678,9 @@ class ProbeReport:
     def sentence(self)->str:
         "Where precision is lost, how, and what to try first"
         row = self._broken
-        if row is not None: return f'NaN in FP32, too. The first, {row}\nProbe an earlier step.'
+        if row is not None:
+            first = f'The first, {row.direction}: {row}'
+            return f'NaN in FP32, too. {first}\nProbe an earlier step.'
         row = self.worst
         until = ''
         if self.parted is not None: until = f' before call {self.parted}, where the two runs part'
@@ -671,9 +688,12 @@ class ProbeReport:
             row = max((r for r in self.rows if not r.noise), key=lambda r: r.error)
             return (f'No error jumps{until}. The largest is {row.error:.3f} of a standard '
                     f'deviation: {row.direction}, {row.op} in {row.name or "the model"}.')
-        return (f'{row.kind.capitalize()}, {row}\n'
+        source = ''
+        if row.source is not None and row.kind in ('cancellation', 'an enlarged error'):
+            source = f'\nWhat it takes was computed by {row.source}'
+        return (f'{row.kind.capitalize()}, {row.direction}: {row}\n'
                 f'The error is {row.error:.3f} of a standard deviation, and {row.carried:.3f} in '
-                f'what it was computed from. First try: {row.advice}.')
+                f'what it was computed from. First try: {row.advice}.{source}')
 
     def __str__(self): return self.sentence()
 

@@ -368,3 +368,19 @@ def test_the_cast_of_the_inputs_is_compared():
         assert (row.op, row.name, row.kind, row.direction, row.distinct) == ('input', name, 'lost values', 'forward', (16, 1)) and 'before the cast' in str(report)
         assert not any(r.op == 'input' for r in probe_precision(Clock(), (batch, y), MSE, 'bf16').rows)
     assert not probe_precision(mlp(8, 16, 4), data(), MSE, 'bf16 weights').faults
+
+
+def test_what_a_cancellation_takes_is_traced_to_its_line():
+    class Gap(nn.Module):
+        def __init__(self): super().__init__(); torch.manual_seed(0); self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 4)
+        def forward(self, x):
+            h = self.up(x).exp()
+            total = h.cumsum(0)
+            seen = total.reshape(-1, 8)
+            steps = seen[1:] - seen[:-1]
+            return self.down(steps)
+    x, y = data(2000)
+    report = probe_precision(Gap(), (x, y[1:]), MSE, 'bf16 weights')
+    row = report.worst
+    assert (row.kind, row.code) == ('cancellation', 'steps = seen[1:] - seen[:-1]')
+    assert str(report).splitlines()[2].startswith('What it takes was computed by cumsum, at test_probe.py:') and row.source.code == 'total = h.cumsum(0)'
