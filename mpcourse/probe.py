@@ -350,6 +350,7 @@ class Reference(Recorder):
         self.consumers, self.users, self.last = {}, {}, {}
         self.parted = None                                  # the first call that is another
         self.parameters = {p: n for n, p in model.named_parameters()}
+        self.buffers, self.first = set(model.buffers()), False  # is it a buffer's first update?
         self.roots = [model]
 
     def compute(self, name, func, args, kwargs):
@@ -379,6 +380,7 @@ def note(self:Reference, name, inputs, results):
     if self.parted is None: self.match(number, name, results)
     if self.parted is not None: return Call(name, user_line(), '', [], [])
     call = self.low.calls[number]
+    self.first = is_inplace(name) and results[0] in self.buffers and results[0] not in self.made
     self.taken.append(max(parents, key=lambda p: self.largest[p].error, default=None))
     rows = []
     for k, t in enumerate(results):
@@ -407,6 +409,10 @@ def compare(self:Reference, number, call, k, ref):
     if before and before[0].shape == ref.shape:
         row.still = share_of(before[1] == low, before[0] != ref)
     self.last[here] = ref, low
+    if self.first and low.dtype in HALVES:              # a state that moves once per step
+        start = entries(self.asked[1][0], self.most)
+        row.still = share_of(low == start.to(low.dtype), ref != start)
+        if row.still > LIMITS['still']: row.kind = 'a state that stands still'
     overflowed = row.error == math.inf and carried < math.inf
     jumped = row.error > self.serious and row.error > LIMITS['jump']*carried
     if overflowed or jumped and ref.numel() > 1:

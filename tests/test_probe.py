@@ -384,3 +384,16 @@ def test_what_a_cancellation_takes_is_traced_to_its_line():
     row = report.worst
     assert (row.kind, row.code) == ('cancellation', 'steps = seen[1:] - seen[:-1]')
     assert str(report).splitlines()[2].startswith('What it takes was computed by cumsum, at test_probe.py:') and row.source.code == 'total = h.cumsum(0)'
+
+
+def test_a_buffer_in_half_that_does_not_move_is_told():
+    class Running(nn.Module):
+        def __init__(self, rate): super().__init__(); self.register_buffer('mean', torch.ones(8)); self.lin, self.rate = mlp(8, 4), rate
+        def forward(self, x):
+            with torch.no_grad(): self.mean.lerp_(x.mean(0), self.rate)
+            hidden = torch.zeros(16, 1, dtype=torch.bool)
+            hidden[:2] = True                                       # no float is written
+            return self.lin((x - self.mean).masked_fill(hidden, 0))
+    row = probe_precision(Running(.001), data(), MSE, 'bf16 weights').worst
+    assert (row.kind, row.op, row.still) == ('a state that stands still', 'lerp_', 1.)
+    for rate, scheme in ((.1, 'bf16 weights'), (.001, 'bf16'), (.001, None)): assert not probe_precision(Running(rate), data(), MSE, scheme).faults
