@@ -397,6 +397,7 @@ def match(self:Reference, number, name, results):
         if call.op == name and len(call.outs) == len(results): return
     self.parted = number
 
+# %% ../nbs/18_probe.ipynb #d3115e18
 @patch
 def compare(self:Reference, number, call, k, ref):
     "A row for a result"
@@ -673,35 +674,37 @@ class ProbeReport:
             if later.direction == 'forward' and small and grown: row = later
         return row
 
-    @property
-    def _broken(self)->Row|None:
-        "The first tensor with NaN in FP32, too, if NaN reaches the loss or a weight's gradient"
-        loss = [r for r in self.rows if r.direction == 'forward'][-1:]
-        ends = loss + [r for r in self.rows if r.direction == 'weight']
-        if not any(r.nan for r in ends): return None
-        return next(r for r in self.rows if r.nan and 'empty' not in r.op)
-
-    def sentence(self)->str:
-        "Where precision is lost, how, and what to try first"
-        row = self._broken
-        if row is not None:
-            first = f'The first, {row.direction}: {row}'
-            return f'NaN in FP32, too. {first}\nProbe an earlier step.'
-        row = self.worst
-        until = ''
-        if self.parted is not None: until = f' before call {self.parted}, where the two runs part'
-        if row is None:
-            row = max((r for r in self.rows if not r.noise), key=lambda r: r.error)
-            return (f'No error jumps{until}. The largest is {row.error:.3f} of a standard '
-                    f'deviation: {row.direction}, {row.op} in {row.name or "the model"}.')
-        source = ''
-        if row.source is not None and row.kind in ('cancellation', 'an enlarged error'):
-            source = f'\nWhat it takes was computed by {row.source}'
-        return (f'{row.kind.capitalize()}, {row.direction}: {row}\n'
-                f'The error is {row.error:.3f} of a standard deviation, and {row.carried:.3f} in '
-                f'what it was computed from. First try: {row.advice}.{source}')
-
     def __str__(self): return self.sentence()
+
+# %% ../nbs/18_probe.ipynb #eee08253
+@patch(as_prop=True)
+def _broken(self:ProbeReport)->Row|None:
+    "The first tensor with NaN in FP32, too, if NaN reaches the loss or a weight's gradient"
+    loss = [r for r in self.rows if r.direction == 'forward'][-1:]
+    ends = loss + [r for r in self.rows if r.direction == 'weight']
+    if not any(r.nan for r in ends): return None
+    return next((r for r in self.rows if r.nan and 'empty' not in r.op), None)
+
+@patch
+def sentence(self:ProbeReport)->str:
+    "Where precision is lost, how, and what to try first"
+    row = self._broken
+    if row is not None:
+        first = f'The first, {row.direction}: {row}'
+        return f'NaN in FP32, too. {first}\nProbe an earlier step.'
+    row = self.worst
+    until = ''
+    if self.parted is not None: until = f' before call {self.parted}, where the two runs part'
+    if row is None:
+        row = max((r for r in self.rows if not r.noise), key=lambda r: r.error)
+        return (f'No error jumps{until}. The largest is {row.error:.3f} of a standard '
+                f'deviation: {row.direction}, {row.op} in {row.name or "the model"}.')
+    source = ''
+    if row.source is not None and row.kind in ('cancellation', 'an enlarged error'):
+        source = f'\nWhat it takes was computed by {row.source}'
+    return (f'{row.kind.capitalize()}, {row.direction}: {row}\n'
+            f'The error is {row.error:.3f} of a standard deviation, and {row.carried:.3f} in '
+            f'what it was computed from. First try: {row.advice}.{source}')
 
 # %% ../nbs/18_probe.ipynb #1800005d
 @patch
