@@ -156,10 +156,11 @@ class Row:
         return ADVICE[self.kind]
 
     def __str__(self):
-        link = ' ' if self.op == 'input' else ' in '
-        name = link + self.name if self.name else ''
-        line = f', at {self.where}: {self.code}' if self.place[1] else ''
-        return f'{self.op}{name}{line}'
+        said = self.op
+        if self.op == 'input': said += f' {self.name}'
+        elif self.name: said += f' in {self.name}'
+        if self.place[1]: said += f', at {self.where}: {self.code}'
+        return said.rstrip()
 
 # %% ../nbs/18_probe.ipynb #1800003d
 def compared(
@@ -344,13 +345,14 @@ class Reference(Recorder):
     ):
         super().__init__(model, low.most, low.run)
         self.low, self.scale, self.context, self.serious = low, scale, context, serious
-        self.rows, self.gradient_errors = [], {}
-        self.largest, self.taken = [], []                   # row and source of each call
+        self.rows, self.largest, self.taken = [], [], []    # the last two: of each call
+        self.gradient_errors = {}
         self.sizes = {}                                     # of gradients of results
         self.consumers, self.users, self.last = {}, {}, {}
         self.parted = None                                  # the first call that is another
         self.parameters = {p: n for n, p in model.named_parameters()}
-        self.buffers, self.first = set(model.buffers()), False  # is it a buffer's first update?
+        self.buffers = set(model.buffers())
+        self.first = False                                  # is it a buffer's first update?
         self.roots = [model]
 
     def compute(self, name, func, args, kwargs):
@@ -401,8 +403,10 @@ def match(self:Reference, number, name, results):
 @patch
 def compare(self:Reference, number, call, k, ref):
     "A row for a result"
-    low, taken = call.outs[k], self.taken[number]
-    carried = 0. if taken is None else self.largest[taken].error
+    low = call.outs[k]
+    taken = self.taken[number]
+    carried = 0.
+    if taken is not None: carried = self.largest[taken].error
     row = compared('forward', call.op, call.module, call.place, ref, low.float(), low.dtype,
                    carried)
     here = call.place, call.op, k
@@ -680,10 +684,14 @@ class ProbeReport:
 @patch(as_prop=True)
 def _broken(self:ProbeReport)->Row|None:
     "The first tensor with NaN in FP32, too, if NaN reaches the loss or a weight's gradient"
-    loss = [r for r in self.rows if r.direction == 'forward'][-1:]
-    ends = loss + [r for r in self.rows if r.direction == 'weight']
-    if not any(r.nan for r in ends): return None
-    return next((r for r in self.rows if r.nan and 'empty' not in r.op), None)
+    first = loss = None
+    reached = False
+    for row in self.rows:
+        if row.direction == 'forward': loss = row
+        if row.nan and first is None and 'empty' not in row.op: first = row
+        if row.nan and row.direction == 'weight': reached = True
+    if reached or loss is not None and loss.nan: return first
+    return None
 
 @patch
 def sentence(self:ProbeReport)->str:
