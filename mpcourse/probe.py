@@ -9,7 +9,7 @@ __all__ = ['probe_precision', 'note_errors']
 import copy, linecache, math, sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from html import escape
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.overrides import resolve_name, TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .half import cast, HALVES, model_to_float
@@ -25,7 +25,7 @@ from .monitor import inverse_scale
 from .plots import CYCLE, figure_html
 from .scaler import LossScaler
 from .tensorcore import half_compute
-from .toys import predict
+from .toys import call_args, predict
 
 # %% ../nbs/18_probe.ipynb #18000032
 _TORCH = str(Path(torch.__file__).parent)
@@ -119,8 +119,8 @@ def share_of(
 class Row:
     "What became of one tensor of a training step"
     direction:str # 'forward', 'backward' (gradient of a result), 'weight' (gradient) or 'update'
-    op:str # that computed it, such as 'linear'
-    name:str # of the module, or of the parameter
+    op:str # that computed it, such as 'linear'; 'input' for the cast of a batch's input
+    name:str # of the module, or of the parameter, or the input's name or number
     place:tuple # (file, line) of the model's code
     error:float # of all few-bit arithmetic so far, over the standard deviation; inf where it broke
     carried:float # the largest such error among the tensors that it was computed from
@@ -130,8 +130,10 @@ class Row:
     spacings:float=math.inf # of the low format at the mean, in one standard deviation
     own:float|None=None # error of this op alone, with rounded inputs; None: not looked at
     noise:bool=False # is it zero in FP32, too, but for rounding?
+    nan:bool=False # is there NaN in FP32, too?
     still:float=0. # share of a state, or of weights, that should have moved and did not
     distinct:tuple=() # of a cast: how many different numbers went in, and came out
+    source:'Row|None'=None # of a fault: the result that made the error which it takes
     kind:str='' # of the fault, if the error begins here
 
     @property
@@ -146,6 +148,20 @@ class Row:
         "The line of code"
         return linecache.getline(*self.place).strip()
 
+    @property
+    def advice(self)->str:
+        "What to try first"
+        if self.op == 'input': return INPUT_ADVICE
+        if self.direction != 'forward': return GRADIENT_ADVICE.get(self.kind, ADVICE[self.kind])
+        return ADVICE[self.kind]
+
+    def __str__(self):
+        said = self.op
+        if self.op == 'input': said += f' {self.name}'
+        elif self.name: said += f' in {self.name}'
+        if self.place[1]: said += f', at {self.where}: {self.code}'
+        return said.rstrip()
+
 # %% ../nbs/18_probe.ipynb #1800003d
 def compared(
     direction:str, # as in `Row`
@@ -159,6 +175,7 @@ def compared(
 )->Row:
     "Compare the entries of a tensor"
     row = Row(direction, op, name, place, relative_error(ref, low), carried)
+    row.nan = bool(ref.isnan().any())
     numbers = ref.isfinite() & ~masked(ref, low)
     if dtype in HALVES: row.limit = share_of(low.abs() >= torch.finfo(dtype).max, numbers)
     row.limit = max(row.limit, share_of(~low.isfinite(), numbers))
@@ -172,8 +189,8 @@ def compared(
 
 # %% ../nbs/18_probe.ipynb #1800003f
 ADVICE = {
-    'overflow': 'use a smaller loss scale if it is a gradient; else compute this op in FP32',
-    'underflow': 'use a larger loss scale if it is a gradient; else compute this op in FP32',
+    'overflow': 'compute this op in FP32, or make what it takes smaller',
+    'underflow': 'compute this op in FP32, or make what it takes larger',
     'a large offset': 'subtract what all entries share before this op, or keep its result in FP32',
     'lost values': 'compute this in FP32, and cast what comes out of it',
     'a state that stands still': 'keep the state in FP32, or round it stochastically',
@@ -182,6 +199,10 @@ ADVICE = {
     'swallowed updates': 'keep FP32 master weights, or round stochastically, or with compensation',
     'a product in few bits': 'use smaller blocks, a wider format, or FP32 sums for this product',
     'rounding': 'compute this op in more bits'}
+GRADIENT_ADVICE = {     # a loss scale reaches gradients alone
+    'overflow': 'use a smaller loss scale; if none helps, compute this op in FP32',
+    'underflow': 'use a larger loss scale; if none helps, compute this op in FP32'}
+INPUT_ADVICE = 'subtract what all entries share, or scale, before the cast; or keep it in FP32'
 LIMITS = dict(          # from which on a fault is named; judged on the trainings of this chapter
     error=.2,           # over the standard deviation, of a result
     gradient=5,         # times that, of a gradient
@@ -324,11 +345,14 @@ class Reference(Recorder):
     ):
         super().__init__(model, low.most, low.run)
         self.low, self.scale, self.context, self.serious = low, scale, context, serious
-        self.rows, self.errors, self.gradient_errors = [], [], {}
+        self.rows, self.largest, self.taken = [], [], []    # the last two: of each call
+        self.gradient_errors = {}
         self.sizes = {}                                     # of gradients of results
         self.consumers, self.users, self.last = {}, {}, {}
         self.parted = None                                  # the first call that is another
         self.parameters = {p: n for n, p in model.named_parameters()}
+        self.buffers = set(model.buffers())
+        self.first = False                                  # is it a buffer's first update?
         self.roots = [model]
 
     def compute(self, name, func, args, kwargs):
@@ -355,14 +379,15 @@ def note(self:Reference, name, inputs, results):
     for p in parents: self.consumers.setdefault(p, []).append(number)
     for t in inputs:
         if t in self.parameters: self.users.setdefault(t, []).append(number)
-    self.errors.append(0.)
     if self.parted is None: self.match(number, name, results)
     if self.parted is not None: return Call(name, user_line(), '', [], [])
     call = self.low.calls[number]
-    carried = max((self.errors[p] for p in parents), default=0.)
+    self.first = is_inplace(name) and results[0] in self.buffers and results[0] not in self.made
+    self.taken.append(max(parents, key=lambda p: self.largest[p].error, default=None))
+    rows = []
     for k, t in enumerate(results):
-        row = self.compare(number, call, k, entries(t, self.most).float(), carried)
-        self.errors[number] = max(self.errors[number], row.error)
+        rows.append(self.compare(number, call, k, entries(t, self.most).float()))
+    self.largest.append(max(rows, key=lambda r: r.error))
     call.outs = []
     return call
 
@@ -374,10 +399,14 @@ def match(self:Reference, number, name, results):
         if call.op == name and len(call.outs) == len(results): return
     self.parted = number
 
+# %% ../nbs/18_probe.ipynb #d3115e18
 @patch
-def compare(self:Reference, number, call, k, ref, carried):
+def compare(self:Reference, number, call, k, ref):
     "A row for a result"
     low = call.outs[k]
+    taken = self.taken[number]
+    carried = 0.
+    if taken is not None: carried = self.largest[taken].error
     row = compared('forward', call.op, call.module, call.place, ref, low.float(), low.dtype,
                    carried)
     here = call.place, call.op, k
@@ -385,13 +414,28 @@ def compare(self:Reference, number, call, k, ref, carried):
     if before and before[0].shape == ref.shape:
         row.still = share_of(before[1] == low, before[0] != ref)
     self.last[here] = ref, low
+    if self.first and low.dtype in HALVES:              # a state that moves once per step
+        start = entries(self.asked[1][0], self.most)
+        row.still = share_of(low == start.to(low.dtype), ref != start)
+        if row.still > LIMITS['still']: row.kind = 'a state that stands still'
     overflowed = row.error == math.inf and carried < math.inf
     jumped = row.error > self.serious and row.error > LIMITS['jump']*carried
     if overflowed or jumped and ref.numel() > 1:
         self.explain(row, call, k, ref)
         row.kind = fault(row)
+        row.source = self.source(row, taken)
     self.rows.append(row)
     return row
+
+# %% ../nbs/18_probe.ipynb #f8c90186
+@patch
+def source(self:Reference, row, taken):
+    "The result on another line, or in another module, that made the error which a row takes"
+    while taken is not None:
+        made = self.largest[taken]
+        here = (made.place, made.name) == (row.place, row.name)
+        if not here and made.error != made.carried: return made
+        taken = self.taken[taken]
 
 # %% ../nbs/18_probe.ipynb #1800004d
 @patch
@@ -558,6 +602,25 @@ def forward_backward(
     (loss*scale).backward()
 
 # %% ../nbs/18_probe.ipynb #18000059
+def inputs_cast(
+    inputs, # of a batch, as for `probe_precision`
+    a:Arithmetic, # whose storage format they are cast to
+    most:int|None, # as for `entries`
+    serious:float, # an error from which on it is a fault
+)->list: # of Row
+    "What the cast of the inputs loses"
+    rows = []
+    for path, t in tree_flatten_with_path(call_args(inputs))[0]:
+        if not float_tensors(t): continue
+        name = '.'.join(str(*astuple(key)) for key in path[1:])
+        ref = entries(t, most)
+        low = ref.to(a.storage)
+        row = compared('forward', 'input', name, ('', 0), ref.float(), low.float(), low.dtype, 0.)
+        row.distinct = ref.unique().numel(), low.unique().numel()
+        if ref.numel() > 1 and row.error > serious: row.kind = fault(row)
+        rows.append(row)
+    return rows
+
 def run_low(
     model:nn.Module, # as for `probe_precision`
     opt:torch.optim.Optimizer|None, # likewise
@@ -594,7 +657,8 @@ class ProbeReport:
         first = {}
         for row in self.rows:
             if not row.kind: continue
-            here = row.direction, row.place, row.name if row.direction != 'forward' else ''
+            named = row.direction != 'forward' or row.op == 'input'
+            here = row.direction, row.place, row.op == 'input', row.name if named else ''
             first.setdefault(here, row)
             turns = [r for r in self.rows if r.place == row.place and r.still > LIMITS['still']]
             if row.direction == 'forward' and len(turns) > 2:
@@ -614,22 +678,41 @@ class ProbeReport:
             if later.direction == 'forward' and small and grown: row = later
         return row
 
-    def sentence(self)->str:
-        "Where precision is lost, how, and what to try first"
-        row = self.worst
-        until = ''
-        if self.parted is not None: until = f' before call {self.parted}, where the two runs part'
-        if row is None:
-            row = max((r for r in self.rows if not r.noise), key=lambda r: r.error)
-            return (f'No error jumps{until}. The largest is {row.error:.3f} of a standard '
-                    f'deviation: {row.direction}, {row.op} in {row.name or "the model"}.')
-        name = f' in {row.name}' if row.name else ''
-        line = f', at {row.where}: {row.code}' if row.place[1] else ''
-        return (f'{row.kind.capitalize()}, {row.direction}: {row.op}{name}{line}\n'
-                f'The error is {row.error:.3f} of a standard deviation, and {row.carried:.3f} in '
-                f'what it was computed from. First try: {ADVICE[row.kind]}.')
-
     def __str__(self): return self.sentence()
+
+# %% ../nbs/18_probe.ipynb #eee08253
+@patch(as_prop=True)
+def _broken(self:ProbeReport)->Row|None:
+    "The first tensor with NaN in FP32, too, if NaN reaches the loss or a weight's gradient"
+    first = loss = None
+    reached = False
+    for row in self.rows:
+        if row.direction == 'forward': loss = row
+        if row.nan and first is None and 'empty' not in row.op: first = row
+        if row.nan and row.direction == 'weight': reached = True
+    if reached or loss is not None and loss.nan: return first
+    return None
+
+@patch
+def sentence(self:ProbeReport)->str:
+    "Where precision is lost, how, and what to try first"
+    row = self._broken
+    if row is not None:
+        first = f'The first, {row.direction}: {row}'
+        return f'NaN in FP32, too. {first}\nProbe an earlier step.'
+    row = self.worst
+    until = ''
+    if self.parted is not None: until = f' before call {self.parted}, where the two runs part'
+    if row is None:
+        row = max((r for r in self.rows if not r.noise), key=lambda r: r.error)
+        return (f'No error jumps{until}. The largest is {row.error:.3f} of a standard '
+                f'deviation: {row.direction}, {row.op} in {row.name or "the model"}.')
+    source = ''
+    if row.source is not None and row.kind in ('cancellation', 'an enlarged error'):
+        source = f'\nWhat it takes was computed by {row.source}'
+    return (f'{row.kind.capitalize()}, {row.direction}: {row}\n'
+            f'The error is {row.error:.3f} of a standard deviation, and {row.carried:.3f} in '
+            f'what it was computed from. First try: {row.advice}.{source}')
 
 # %% ../nbs/18_probe.ipynb #1800005d
 @patch
@@ -640,7 +723,7 @@ def table(self:ProbeReport,
     import pandas as pd
     rows = self.faults if faults else self.rows
     columns = ('direction', 'op', 'name', 'where', 'error', 'carried', 'own', 'cosine',
-               'flushed', 'limit', 'still', 'spacings', 'distinct', 'kind')
+               'flushed', 'limit', 'nan', 'still', 'spacings', 'distinct', 'kind')
     return pd.DataFrame([{c: getattr(r, c) for c in columns} for r in rows])
 
 @patch
@@ -696,6 +779,7 @@ def probe_precision(
         twin, twin_opt = copy.deepcopy((model, opt))
         if any(p.dtype in HALVES for p in twin.parameters()): twin = model_to_float(twin)
         ref = Reference(twin, low, scale, a.both, serious)
+        if a.storage: ref.rows += inputs_cast(batch[0], a, most, serious)
         wide = cast(batch[0], torch.float32), batch[1]
         torch.manual_seed(low.seed)
         forward_backward(twin, wide, loss_func, ref, nullcontext, 1.)
@@ -725,6 +809,7 @@ def note_errors(
     kinds = dict(forward='activation', backward='activation_grad', weight='weight_grad')
     errors = {}
     for row in report.rows:
+        if row.op == 'input': continue                       # of no layer
         key = row.name or type(collector.model).__name__, kinds[row.direction]
         errors[key] = max(errors.get(key, 0.), row.error)
     collector.notes['error'] = errors

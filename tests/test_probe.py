@@ -329,3 +329,71 @@ def test_a_collection_gets_the_errors_of_the_probe():
     assert {r['step'] for r in c.records} == {0}
     assert errors['2', 'activation'] == want['2', 'forward'] > 0 and errors['0.weight', 'weight_grad'] == want['0.weight', 'weight'] > 0
     with pytest.raises(ValueError, match='scale for each layer'): note_errors(TensorCollector(net, 1, scaler=LayerwiseScaler(net)), batch, MSE)
+
+
+def test_nan_in_fp32_is_told_first_unless_it_is_masked_away():
+    class Filled(nn.Module):
+        def __init__(self): super().__init__(); self.lin = mlp(8, 4)
+        def forward(self, x):
+            gaps = torch.full_like(x, math.nan)
+            return self.lin(torch.where(gaps.isnan(), x, gaps))
+    assert 'NaN' not in str(probe_precision(Filled(), data(), MSE))
+    net = Offset()
+    net.down.weight.data[0] = math.nan
+    said = str(probe_precision(net, data(), MSE, 'bf16 weights'))
+    assert said.startswith('NaN in FP32, too. The first, forward: linear in down, at test_probe.py') and 'earlier step' in said
+
+
+@pytest.mark.parametrize('size', [1e-8, 1e6])
+def test_a_loss_scale_is_advised_for_gradients_alone(size):
+    class Sized(nn.Module):
+        def __init__(self): super().__init__(); self.lin = mlp(8, 4)
+        def forward(self, x): return (self.lin(x).half()*size).float()/size
+    row = probe_precision(Sized(), data(), MSE, None).worst
+    assert (row.kind, row.direction) == ('overflow' if size > 1 else 'underflow', 'forward') and row.advice.startswith('compute this op in FP32') and 'scale' not in row.advice
+    report = probe_precision(mlp(8, 16, 4), data(), MSE, 'fp16', scale=2.**30 if size > 1 else 2.**-20)
+    assert report.worst.kind == row.kind and report.worst.direction == 'backward' and f'First try: use a {"smaller" if size > 1 else "larger"} loss scale' in str(report)
+
+
+def test_the_cast_of_the_inputs_is_compared():
+    class Clock(nn.Module):
+        def __init__(self): super().__init__(); self.lin = mlp(9, 4)
+        def forward(self, x, t): return self.lin(torch.cat([x, ((t.float() - 1.7e9)/86400).to(x.dtype)], 1))
+    x, y = data()
+    t = 1.7e9 + 8640*torch.arange(16.)[:, None]
+    for batch, name in ((dict(x=x, t=t), 't'), ((x, t), '1')):
+        report = probe_precision(Clock(), (batch, y), MSE, 'bf16 weights')
+        assert [r.op for r in report.rows].index('cat') > 1 and report.rows[0].error < .01
+        row = report.worst
+        assert (row.op, row.name, row.kind, row.direction, row.distinct) == ('input', name, 'lost values', 'forward', (16, 1)) and 'before the cast' in str(report)
+        assert not any(r.op == 'input' for r in probe_precision(Clock(), (batch, y), MSE, 'bf16').rows)
+    assert not probe_precision(mlp(8, 16, 4), data(), MSE, 'bf16 weights').faults
+
+
+def test_what_a_cancellation_takes_is_traced_to_its_line():
+    class Gap(nn.Module):
+        def __init__(self): super().__init__(); torch.manual_seed(0); self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 4)
+        def forward(self, x):
+            h = self.up(x).exp()
+            total = h.cumsum(0)
+            seen = total.reshape(-1, 8)
+            steps = seen[1:] - seen[:-1]
+            return self.down(steps)
+    x, y = data(2000)
+    report = probe_precision(Gap(), (x, y[1:]), MSE, 'bf16 weights')
+    row = report.worst
+    assert (row.kind, row.code) == ('cancellation', 'steps = seen[1:] - seen[:-1]')
+    assert str(report).splitlines()[2].startswith('What it takes was computed by cumsum, at test_probe.py:') and row.source.code == 'total = h.cumsum(0)'
+
+
+def test_a_buffer_in_half_that_does_not_move_is_told():
+    class Running(nn.Module):
+        def __init__(self, rate): super().__init__(); self.register_buffer('mean', torch.ones(8)); self.lin, self.rate = mlp(8, 4), rate
+        def forward(self, x):
+            with torch.no_grad(): self.mean.lerp_(x.mean(0), self.rate)
+            hidden = torch.zeros(16, 1, dtype=torch.bool)
+            hidden[:2] = True                                       # no float is written
+            return self.lin((x - self.mean).masked_fill(hidden, 0))
+    row = probe_precision(Running(.001), data(), MSE, 'bf16 weights').worst
+    assert (row.kind, row.op, row.still) == ('a state that stands still', 'lerp_', 1.)
+    for rate, scheme in ((.1, 'bf16 weights'), (.001, 'bf16'), (.001, None)): assert not probe_precision(Running(rate), data(), MSE, scheme).faults
