@@ -216,12 +216,13 @@ class StepOutcome:
         "Warn of `LOOK_EVERY` non-finite losses or skipped steps in a row, or of the lowest scale"
         if self._stepped is not False and self.number % LOOK_EVERY != LOOK_EVERY - 1: return
         held = int(self.held.item())
+        skips = int(self.skips)
         if held >= LOOK_EVERY:
             warn_user(f'The loss has not been finite since step {self.number - held + 1}: '
                       'the model or its data is broken, not the scale.')
-        elif (skips := int(self.skips)) >= LOOK_EVERY:
-            warn_user(f'Every step from step {self.number - skips + 1} on has been skipped: some gradient '
-                      'is never finite. Look at loss and gradients in FP32, without a scale.')
+        elif skips >= LOOK_EVERY:
+            warn_user(f'Every step from step {self.number - skips + 1} on has been skipped, '
+                      'since some gradient is never finite: compute a batch in FP32.')
         if self.next_scale.item() <= self.floor:
             warn_user(f'The loss scale has fallen to its floor of {self.floor:g}: '
                       'look at the model and its data.')
@@ -367,7 +368,8 @@ class StepController:
         self.number += 1
         floor = scaler.min_scale if scaler.min_scale < scaler.init_scale else 0.
         if stepped is None: self.skips = _one_more(self.skips, found)
-        else: self.skips = 0 if stepped else int(self.skips) + 1
+        elif stepped: self.skips = 0
+        else: self.skips = int(self.skips) + 1
         outcome = StepOutcome(found, scale, scaler.scale.clone(), scaler.held.clone(), self.skips,
                               self.number, floor, self.named, _stepped=stepped)
         self.reset()
