@@ -147,8 +147,8 @@ WRONG = {
                 with torch.no_grad():
                     for p in model.parameters(): p.copy_(quantize(p, 'bf16'))""",
     # 30: the spacing of the spread; stores the keys as they are; leaves the offset in
-    'check_worth': 'lambda offset, spread, fmt: spread/spacing(spread, fmt)',
-    'check_store': 'lambda keys: int4(keys)',
+    'check_worth': 'lambda offset, spread, fmt: spread/float(get_format(fmt).spacing(spread))',
+    'check_store': 'lambda keys: (keys/keys.abs().amax(-1, keepdim=True)*7).round()*keys.abs().amax(-1, keepdim=True)/7',
     'check_train_head': """
         def train_head(model, data):
             opt = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -156,7 +156,7 @@ WRONG = {
     # 31: forgets the leading digit; divides; rounds the positions where they are
     'check_last_integer': 'lambda fmt: 2**get_format(fmt).man_bits',
     'check_moves': 'lambda per_rank: (per_rank.sum(0).sum()//per_rank.shape[1] - per_rank.sum(0)).sign()',
-    'check_angles': 'lambda start: in_bf16(start)',
+    'check_angles': 'lambda start: lambda: ((start + torch.arange(64)).bfloat16()[:, None]/10000**(torch.arange(0, 64, 2)/64)).bfloat16()',
     # 32: adds in one order only; overflows; rounds on the way
     'check_bf16_sum': 'lambda xs, parts: sum(xs[1:], xs[0])',
     'check_effective': 'lambda log_ratios: log_ratios.exp().sum()**2/(len(log_ratios)*log_ratios.exp().square().sum())',
