@@ -220,12 +220,12 @@ class StepOutcome:
         if held >= LOOK_EVERY:
             warn_user(f'The loss has not been finite since step {self.number - held + 1}: '
                       'the model or its data is broken, not the scale.')
-        elif skips >= LOOK_EVERY:
-            warn_user(f'Every step from step {self.number - skips + 1} on has been skipped, '
-                      'since some gradient is never finite: compute a batch in FP32.')
         if self.next_scale.item() <= self.floor:
             warn_user(f'The loss scale has fallen to its floor of {self.floor:g}: '
                       'look at the model and its data.')
+        elif skips >= LOOK_EVERY > held:
+            warn_user(f'Every step from step {self.number - skips + 1} on has been skipped: some '
+                      'gradient is never finite. Lower the scale, or try a batch in FP32.')
 
 # %% ../nbs/09_step.ipynb #11c4ed02
 def find_joinables(
