@@ -7,11 +7,12 @@ from functools import partial
 import torch
 from torch import nn
 
-from mpcourse.cases import REMEDIES, evidence, lost_by, train_patient
+from mpcourse.cases import REMEDIES
+from mpcourse.compare import measured_scale
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.step import MixedStep
 from mpcourse.toys import relu_mlp, seeded
-from sick_trainings import Patient, classify, common, measured_scale
+from sick_trainings import Patient, classify, common, judged
 
 
 def bf16(t): return MixedStep(dtype='bf16')
@@ -103,10 +104,7 @@ SEEDS = range(10)
 
 def run(row, seed):
     "As in `sick_trainings`"
-    name, remedy = row.split(': ')
-    record, healthy = (train_patient(PATIENTS[name], r, seed) for r in (remedy, 'healthy'))
-    found = dict(lost=lost_by(record, healthy), score=record.score, healthy=healthy.score, loss=record.log.loss.iloc[-1])
-    return found | (evidence(record) if remedy in ('nothing', 'own') else {})
+    return judged(PATIENTS, row, seed)
 
 
 if __name__ == '__main__':

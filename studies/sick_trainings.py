@@ -211,12 +211,17 @@ ROWS = [f'{name}: {remedy}' for name in PATIENTS for remedy in ('nothing', *REME
 SEEDS = range(10)
 
 
-def run(row, seed):
+def judged(patients, row, seed):
     "Share of what a healthy training learns that is lost, both scores, the last loss; the evidence of `nothing` and `own`"
     name, remedy = row.split(': ')
-    record, healthy = (train_patient(PATIENTS[name], r, seed) for r in (remedy, 'healthy'))
+    record, healthy = (train_patient(patients[name], r, seed) for r in (remedy, 'healthy'))
     found = dict(lost=lost_by(record, healthy), score=record.score, healthy=healthy.score, loss=record.log.loss.iloc[-1])
     return found | (evidence(record) if remedy in ('nothing', 'own') else {})
+
+
+def run(row, seed):
+    "One case under one remedy"
+    return judged(PATIENTS, row, seed)
 
 
 if __name__ == '__main__':
