@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
+from fastcore.basics import patch
 
 from .toys import ALPHABET, TOYS, Data, Toy, digits, encode_text, mlp, seeded
 
@@ -163,6 +164,22 @@ class Study:
         code = self.path.with_suffix('.py').read_text(encoding='utf-8')
         head = f'<details><summary>studies/{self.path.stem}.py</summary>'
         return Markdown(f'{head}\n\n```python\n{code}```\n\n</details>')
+
+# %% ../nbs/88_zoo.ipynb #61825b96
+@patch
+def medians(self:Study,
+    kind:str, # what stands before the colon in the names of its rows
+    digits:int=3, # to round to
+)->object: # a DataFrame: a row for each name, a column for each number
+    "The medians over the seeds of the rows that are called 'kind: name'"
+    from pandas import DataFrame
+    medians = {}
+    for row, numbers in self.table().items():
+        group, _, name = row.partition(': ')
+        if group != kind: continue
+        medians[name] = {}
+        for n, spread in numbers.items(): medians[name][n] = spread[1]
+    return DataFrame(medians).T.round(digits)
 
 # %% ../nbs/88_zoo.ipynb #346c14c0
 def study(
