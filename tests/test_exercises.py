@@ -872,13 +872,14 @@ def test_the_course_s_own_solutions_pass_and_its_stubs_do_not():
 
 def test_solutions_are_gone_from_a_handout_and_hidden_in_jupyterlab(tmp_path):
     import nbformat
-    from tools.exercises import all_exercises, notebooks, read, strip
+    from tools.exercises import all_exercises, mark, notebooks, read, strip
     for n in notebooks():
         strip(n, tmp_path)
         nbformat.validate(nbformat.read(tmp_path/n.name, as_version=4))
         before, after = ('\n'.join(c.source for c in read(p)) for p in (n, tmp_path/n.name))
         assert '## Solution' not in after and before.count('your turn') == after.count('your turn'), n.name
         assert before.count('def check_') == after.count('def check_')
+        if 'your turn' in after: assert {r['state'] for r in mark(tmp_path/n.name)['exercises']} == {'not tried'}, n.name
     solutions = {e.solution for e in all_exercises()}
     hidden = {c.source for n in notebooks() for c in read(n) if c.metadata.get('jupyter') == {'source_hidden': True}}
     assert all(any(h in s for h in hidden) for s in solutions) and len(hidden) >= len(solutions)
@@ -915,6 +916,25 @@ def test_marks_of_a_class(tmp_path):
     assert lines[0].startswith('4 submissions') and lines[1].startswith('01.1  right 1, wrong 3, not tried 0; most often (2)')
     table = tmp_path/'marks.csv'
     write_csv(marks, table)
-    rows = [r.split(',') for r in table.read_text().splitlines()]
+    rows = [r.split(',') for r in table.read_text('utf-8-sig').splitlines()]
     assert rows[0][:4] == ['file', 'points', 'of', '01.1'] and [r[3] for r in rows[1:]] == ['right', 'wrong', 'wrong', 'wrong']
     with pytest.raises(SystemExit, match='chapter'): mark_folder(tmp_path)
+
+
+def test_submissions_as_they_come(tmp_path):
+    "Names and folders as Moodle makes them, helpers in other cells, lines of IPython's, files that are no notebooks, an endless loop"
+    from nbformat.v4 import new_code_cell, new_notebook, writes
+    from tools.exercises import mark_folder
+    said = tmp_path/'Ben Ek_12_assignsubmission_file'
+    (tmp_path/'__MACOSX').mkdir()
+    (tmp_path/'__MACOSX/._01.py').write_text('')
+    said.mkdir()
+    cells = 'def twice(n): return 2*n', '%%time\ndef stuck_at(man_bits):\n    return twice(2**man_bits)\n!pip list'
+    (tmp_path/'Anna Müller_11_assignsubmission_file_01.ipynb').write_text(writes(new_notebook(cells=[new_code_cell(c) for c in cells])))
+    (said/'01_mine.py').write_text('import subprocess, sys\ndef stuck_at(n):\n    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])\n    while True: pass')
+    (tmp_path/'Cleo_13_assignsubmission_file_01.ipynb').write_bytes(b'\x00 no notebook')
+    (tmp_path/'Dora_14_assignsubmission_file_homework.py').write_text('')
+    marks = mark_folder(tmp_path, seconds=4, workers=2, patience=2)
+    anna, ben, cleo, dora = (next(m for n, m in marks.items() if n.startswith(who)) for who in ('Anna', 'Ben', 'Cleo', 'Dora'))
+    assert len(marks) == 4 and [m['points'] for m in (anna, ben, cleo, dora)] == [1, 0, 0, 0], marks
+    assert '4 s' in ben['exercises'][0]['says'] and 'JSON' in cleo['says'] and cleo['of'] == 6 and '--chapter' in dora['says']
