@@ -1,20 +1,30 @@
-"""Slides from the figures of the chapters that `make course` ran: `python -m tools.slides 04 07 --out slides.html`
+"""Slides of the chapters that `make course` ran: `python -m tools.slides 04 07 --out slides.html`
 
-A figure and its caption, which is its finding as a sentence, make a slide. The page needs nothing else. The arrow keys turn
-the slides, figures that move work in the page, and a print has one slide on each sheet.
+A figure and its caption, which is its finding as a sentence, make a slide. A cell with the tag `slide` makes one of the
+sentence before it, its code and what it printed. The page needs nothing else. The arrow keys turn the slides, figures that
+move work in the page, and a print has one slide on each sheet.
 """
-import argparse, sys
+import argparse, re, sys
 from html import escape
 from pathlib import Path
 
-from tools.course import ROOT, chapters, executed
-from tools.pages import directives
+import nbformat
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 
+from tools.course import ROOT, chapters, executed
+from tools.pages import directives, is_hidden, markdown, Renderer
+
+FORMAT = HtmlFormatter(style='xcode', nowrap=True)
 STYLE = '''html { scroll-snap-type: y mandatory; } body { margin: 0; font: 1.5rem/1.4 system-ui, sans-serif; color: #1d2530; background: #fff; }
-section { box-sizing: border-box; min-height: 100vh; scroll-snap-align: start; page-break-after: always; padding: 3vh 6vw;
+section { box-sizing: border-box; min-height: 100vh; scroll-snap-align: start; page-break-after: always; padding: 3vh 4vw;
   display: flex; flex-direction: column; justify-content: center; }
 h1 { font-size: 1.1rem; color: #5b6675; font-weight: 400; } h2 { font-size: 3rem; margin: 0; }
-section > img, .mp-live > img { max-width: 100%; max-height: 62vh; object-fit: contain; margin: auto; display: block; width: min(100%, 70rem); }'''
+pre { font: 1.2rem/1.35 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre-wrap; margin: .4rem 0; padding: .6rem .9rem; }
+pre.code { background: #f5f6f8; } pre.out { border-left: .3rem solid #D55E00; } td, th { padding: .2rem .9rem; text-align: right; }
+section > img, .mp-live > img { max-width: 100%; max-height: 62vh; object-fit: contain; margin: auto; display: block; width: min(100%, 70rem); }
+''' + FORMAT.get_style_defs('pre.code')
 KEYS = '''addEventListener('keydown', e => {
   const step = { ArrowRight: 1, PageDown: 1, ArrowLeft: -1, PageUp: -1 }[e.key];
   if (!step || e.target.matches('input, select, textarea')) return;
@@ -33,14 +43,51 @@ def picture(cell, alt):
     return ''
 
 
+def sentence(cells, i):
+    "The last sentence before a cell, as html; '' where other code that is shown stands between"
+    for c in reversed(cells[:i]):
+        if c.cell_type == 'markdown':
+            plain = re.sub(r'\[([^]]+)\]\([^)]*\)', r'\1', c.source.strip().split('\n')[-1])
+            return markdown(re.split(r'(?<=[.?!]) (?=[^a-z])', plain)[-1], Renderer(ROOT/'nbs', None), inline=True)
+        d = directives(c.source)[0]
+        if not is_hidden(d) and not d.get('code-fold'): break
+    return ''
+
+
+def printed(cell):
+    "What a cell printed, as html"
+    parts = []
+    for out in cell.get('outputs', []):
+        data = out.get('data', {})
+        if out.get('name') == 'stdout' or 'text/plain' in data and 'text/html' not in data:
+            parts.append(f'<pre class="out">{escape(out.get("text") or data.get("text/plain")).rstrip()}</pre>')
+        parts += [''.join(data.get('text/html', ''))]
+    return ''.join(parts)
+
+
+def code_slide(title, cells, i):
+    "The sentence before a cell, its code, and what it printed"
+    code = re.sub(r' {3,}#', '  #', directives(cells[i].source)[1].strip())
+    said = sentence(cells, i)
+    shown = highlight(code, PythonLexer(), FORMAT).rstrip()
+    return f'<section><h1>{escape(title)}</h1>{said and f"<p>{said}</p>"}<pre class="code">{shown}</pre>{printed(cells[i])}</section>'
+
+
+def tagged(path):
+    "The ids of the cells with the tag `slide`, as the notebook has them now"
+    return {c.id for c in nbformat.read(path, as_version=4).cells if 'slide' in c.metadata.get('tags', ())}
+
+
 def slides(
     found: list, # (chapter, executed notebook) pairs
 ) -> str: # a whole html document
-    "A title for each chapter, then its figures with their captions"
+    "A title for each chapter, then its figures with their captions, and the code of its tagged cells"
     parts = []
     for ch, nb in found:
         parts.append(f'<section><h1>{escape(ch.number)}</h1><h2>{escape(ch.title)}</h2><p>{escape(ch.promise)}</p></section>')
-        for cell in nb.cells:
+        chosen = tagged(ch.path)
+        for i, cell in enumerate(nb.cells):
+            if cell.get('id') in chosen: parts.append(code_slide(ch.title, nb.cells, i))
             d = directives(cell.source)[0] if cell.cell_type == 'code' else {}
             if 'fig-cap' in d and (shown := picture(cell, d.get('fig-alt', ''))):
                 parts.append(f'<section><h1>{escape(ch.title)}</h1>{shown}<p>{escape(d["fig-cap"])}</p></section>')
