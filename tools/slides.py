@@ -17,14 +17,14 @@ from tools.course import ROOT, chapters, executed
 from tools.pages import directives, is_hidden, markdown, Renderer
 
 FORMAT = HtmlFormatter(style='xcode', nowrap=True)
-STYLE = '''html { scroll-snap-type: y mandatory; } body { margin: 0; font: 1.5rem/1.4 system-ui, sans-serif; color: #1d2530; background: #fff; }
+STYLE = FORMAT.get_style_defs('pre.code') + '''
+html { scroll-snap-type: y mandatory; } body { margin: 0; font: 1.5rem/1.4 system-ui, sans-serif; color: #1d2530; background: #fff; }
 section { box-sizing: border-box; min-height: 100vh; scroll-snap-align: start; page-break-after: always; padding: 3vh 4vw;
   display: flex; flex-direction: column; justify-content: center; }
 h1 { font-size: 1.1rem; color: #5b6675; font-weight: 400; } h2 { font-size: 3rem; margin: 0; }
 pre { font: 1.2rem/1.35 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre-wrap; margin: .4rem 0; padding: .6rem .9rem; }
-pre.code { background: #f5f6f8; } pre.out { border-left: .3rem solid #D55E00; } td, th { padding: .2rem .9rem; text-align: right; }
-section > img, .mp-live > img { max-width: 100%; max-height: 62vh; object-fit: contain; margin: auto; display: block; width: min(100%, 70rem); }
-''' + FORMAT.get_style_defs('pre.code')
+pre.code { background: #f5f6f8; } pre.out { border-left: .3rem solid #D55E00; } table { border-collapse: collapse; align-self: start; } td, th { padding: .2rem .9rem; text-align: right; border: 0; border-bottom: 1px solid #c9ced6; }
+section > img, .mp-live > img { max-width: 100%; max-height: 62vh; object-fit: contain; margin: auto; display: block; width: min(100%, 70rem); }'''
 KEYS = '''addEventListener('keydown', e => {
   const step = { ArrowRight: 1, PageDown: 1, ArrowLeft: -1, PageUp: -1 }[e.key];
   if (!step || e.target.matches('input, select, textarea')) return;
@@ -43,12 +43,20 @@ def picture(cell, alt):
     return ''
 
 
+def ending(text, most=250):
+    "The last sentence of a paragraph, and those before it that fit into so many characters"
+    sentences = re.split(r'(?<=[.?!]) (?=[^a-z])', text)
+    kept = sentences.pop()
+    while sentences and len(sentences[-1]) + len(kept) < most: kept = f'{sentences.pop()} {kept}'
+    return kept
+
+
 def sentence(cells, i):
-    "The last sentence before a cell, as html; '' where other code that is shown stands between"
+    "What is said just before a cell, as html; '' where other code that is shown stands between"
     for c in reversed(cells[:i]):
         if c.cell_type == 'markdown':
             plain = re.sub(r'\[([^]]+)\]\([^)]*\)', r'\1', c.source.strip().split('\n')[-1])
-            return markdown(re.split(r'(?<=[.?!]) (?=[^a-z])', plain)[-1], Renderer(ROOT/'nbs', None), inline=True)
+            return markdown(ending(plain), Renderer(ROOT/'nbs', None), inline=True)
         d = directives(c.source)[0]
         if not is_hidden(d) and not d.get('code-fold'): break
     return ''
@@ -65,11 +73,16 @@ def printed(cell):
     return ''.join(parts)
 
 
+def narrow(code):
+    "Code whose comments stand close to it, or above it where the line would be wrapped"
+    code = re.sub(r' {3,}#', '  #', code)
+    return re.sub(r'^(?=.{96})( *)(\S.*?) +(# [^\'"\n]*)$', r'\1\3\n\1\2', code, flags=re.M)
+
+
 def code_slide(title, cells, i):
     "The sentence before a cell, its code, and what it printed"
-    code = re.sub(r' {3,}#', '  #', directives(cells[i].source)[1].strip())
     said = sentence(cells, i)
-    shown = highlight(code, PythonLexer(), FORMAT).rstrip()
+    shown = highlight(narrow(directives(cells[i].source)[1].strip()), PythonLexer(), FORMAT).rstrip()
     return f'<section><h1>{escape(title)}</h1>{said and f"<p>{said}</p>"}<pre class="code">{shown}</pre>{printed(cells[i])}</section>'
 
 
