@@ -324,6 +324,9 @@ def mark_folder(
     return marks
 
 
+def in_order(id): return [int(n) for n in id.split('.')] # 85.2 before 85.10
+
+
 def summary(
     marks: dict, # from `mark_folder`
 ) -> list: # lines: the points, then for each exercise how many have it, and what most of the others were told
@@ -331,7 +334,7 @@ def summary(
     points = sorted(m['points'] for m in marks.values())
     lines = [f'{len(points)} submissions, points {points[0]} to {points[-1]}, median {points[len(points)//2]}']
     rows = [r for m in marks.values() for r in m['exercises']]
-    for id in sorted({r['id'] for r in rows}):
+    for id in sorted({r['id'] for r in rows}, key=in_order):
         mine = [r for r in rows if r['id'] == id]
         states = Counter(r['state'] for r in mine)
         said = Counter(r['says'] for r in mine if r['state'] == 'wrong').most_common(1)
@@ -346,7 +349,7 @@ def write_csv(
     path: Path,  # of the table: a row for each file
 ):
     "Marks for a spreadsheet"
-    ids = sorted({r['id'] for m in marks.values() for r in m['exercises']})
+    ids = sorted({r['id'] for m in marks.values() for r in m['exercises']}, key=in_order)
     with path.open('w', newline='', encoding='utf-8-sig') as f:   # Excel reads names with umlauts only so
         table = csv.writer(f)
         table.writerow(['file', 'points', 'of', *ids, 'remarks'])
