@@ -21,15 +21,17 @@ STYLE = FORMAT.get_style_defs('pre.code') + '''
 html { scroll-snap-type: y mandatory; } body { margin: 0; font: 1.5rem/1.4 system-ui, sans-serif; color: #1d2530; background: #fff; }
 section { box-sizing: border-box; min-height: 100vh; scroll-snap-align: start; page-break-after: always; padding: 3vh 4vw;
   display: flex; flex-direction: column; justify-content: center; }
-h1 { font-size: 1.1rem; color: #5b6675; font-weight: 400; } h2 { font-size: 3rem; margin: 0; }
+h1 { font-size: 1.1rem; color: #5b6675; font-weight: 400; margin: .5rem 0; } p { margin: .7rem 0; } h2 { font-size: 3rem; margin: 0; }
 pre { font: 1.2rem/1.35 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre-wrap; margin: .4rem 0; padding: .6rem .9rem; }
-pre.code { background: #f5f6f8; } pre.out { border-left: .3rem solid #D55E00; } table { border-collapse: collapse; align-self: start; } td, th { padding: .2rem .9rem; text-align: right; border: 0; border-bottom: 1px solid #c9ced6; }
+pre.code { background: #f5f6f8; } pre.out { border-left: .3rem solid #D55E00; }
+table { border-collapse: collapse; align-self: start; } td, th { padding: .2rem .9rem; text-align: right; border: 0; border-bottom: 1px solid #c9ced6; }
 section > img, .mp-live > img { max-width: 100%; max-height: 62vh; object-fit: contain; margin: auto; display: block; width: min(100%, 70rem); }'''
 KEYS = '''addEventListener('keydown', e => {
   const step = { ArrowRight: 1, PageDown: 1, ArrowLeft: -1, PageUp: -1 }[e.key];
   if (!step || e.target.matches('input, select, textarea')) return;
   e.preventDefault();
-  scrollTo(0, (Math.round(scrollY / innerHeight) + step) * innerHeight);
+  const all = [...document.querySelectorAll('section')], at = all.filter(s => s.offsetTop <= scrollY + 9).length - 1;
+  all[Math.min(Math.max(at + step, 0), all.length - 1)].scrollIntoView();   // some figures are higher than the screen
 });'''
 
 
