@@ -132,7 +132,8 @@ def keys(number, size):
         for name, kw in READ.items():
             said = net(x, size*direction, **kw)[:, BACK:].argmax(-1)
             found[name] = (said == x[:, :-BACK]).float().mean().item()
-    return found
+        own = net.qkv(net.symbol(x) + net.place.weight).chunk(3, -1)[1].norm(dim=-1).mean().item()
+    return {**found, 'length of a key': own}
 
 
 # --- a mean in the variance ---
