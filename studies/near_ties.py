@@ -22,7 +22,8 @@ def fp16(x): return x.half().float()
 POSITIONS = {f'FP32, from {p:,}': dict(start=p) for p in (0, 4096, 16384)}
 POSITIONS |= {f'BF16, from {p:,}': dict(start=p, position=bf16, angle=bf16, table=bf16) for p in (0, 256, 1024, 4096, 16384)}
 POSITIONS |= {
-    'from 4,096, only the position in BF16': dict(position=bf16), 'from 4,096, only the frequencies in BF16': dict(frequency=bf16),
+    'from 4,096, only the position in BF16': dict(position=bf16), 'from 4,096, only the angle in BF16': dict(angle=bf16),
+    'from 4,096, only the frequencies in BF16': dict(frequency=bf16),
     'from 4,096, sine and cosine in BF16': dict(table=bf16), 'from 4,096, all but the angles in BF16': dict(rest=bf16),
     'FP16, from 4,096': dict(position=fp16, angle=fp16),
     'BF16, from 0, 384 places': dict(start=0, position=bf16, angle=bf16, table=bf16, length=384), 'FP32, from 0, 384 places': dict(start=0, length=384)}
