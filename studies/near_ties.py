@@ -35,7 +35,8 @@ SHARED = {f'{name} scores, {n:,} keys': dict(cast=cast, keys=n) for name, cast i
 CHOICE = {'softmax': dict(score='softmax'), 'sigmoid': dict(score='sigmoid'), 'sigmoid, FP32 from the logits on': dict(score='sigmoid', given=exact),
           'softmax, FP16': dict(score='softmax', cast=fp16, given=fp16), 'sigmoid, FP16': dict(score='sigmoid', cast=fp16, given=fp16),
           'logits, no sigmoid': dict(score='logits')}
-COUNTS = {'BF16': dict(cast=bf16), 'FP16': dict(cast=fp16), 'FP32': dict(cast=exact), 'BF16, 640 subtracted before': dict(cast=bf16, less=640)}
+COUNTS = {'BF16': dict(cast=bf16), 'FP16': dict(cast=fp16), 'FP32': dict(cast=exact), 'BF16, 640 subtracted before': dict(cast=bf16, less=640),
+          'BF16, totals spread by a tenth': dict(cast=bf16, spread=64)}
 BALANCE = {'FP32': {}, 'BF16 bias': dict(cast=bf16), 'BF16 bias, rounded by chance': dict(cast='chance'),
            'FP16 bias': dict(cast=fp16), 'BF16 bias, rate .004': dict(cast=bf16, rate=4e-3), 'FP32, rate .004': dict(rate=4e-3)}
 KINDS = dict(positions=POSITIONS, ties=TIES, shared=SHARED, choice=CHOICE, counts=COUNTS, balance=BALANCE)
@@ -121,10 +122,10 @@ def choice(number, score, cast=bf16, given=bf16, tokens=4096, experts=256, top=8
     return dict(other=1 - same.all(-1).float().mean().item(), elsewhere=1 - same.float().mean().item(), ties=tie.float().mean().item())
 
 
-def counts(number, cast, less=0, ranks=64, experts=256):
+def counts(number, cast, less=0, spread=3, ranks=64, experts=256):
     "The share of experts whose bias moves the wrong way, or stands still, and how many different sums there are"
     g = torch.Generator().manual_seed(seed(number))
-    per_rank = 640 + torch.randint(-32, 33, (ranks, experts), generator=g).float() + 3*torch.randn(experts, generator=g).round()
+    per_rank = 640 + torch.randint(-32, 33, (ranks, experts), generator=g).float() + spread*torch.randn(experts, generator=g).round()
     total = torch.zeros(experts)
     for c in per_rank: total = cast(total + c - less)
     true = per_rank.sum(0)
