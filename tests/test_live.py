@@ -326,7 +326,8 @@ SETTINGS = (dict(fmt='fp32'), dict(k=0), dict(k=12), dict(fmt='e4m3', k=16), dic
 def test_the_net_in_the_page_is_pythons_in_every_bit(steps, tmp_path):
     "All weights, both losses, the skipped steps and the last scale; and a scale that is moved in the middle"
     data = train_data()
-    runs = [[(conf, steps)] for conf in SETTINGS] + [[(dict(k=0), steps//2), (dict(k=12), steps//2)]]
+    chosen = SETTINGS if steps == 20 else [*SETTINGS[:6], SETTINGS[7], SETTINGS[-1]]
+    runs = [[(conf, steps)] for conf in chosen] + [[(dict(k=0), steps//2), (dict(k=12), steps//2)]]
     agrees(tmp_path, [['net', 'trained', [data, run], trained(*run)] for run in runs])
 
 
