@@ -1027,15 +1027,16 @@ def test_the_limit_counts_a_processor_s_time(tmp_path):
 def test_a_class_in_rows_of_students(tmp_path, capsys):
     "What was asked, of two chapters, with a file whose chapter is unknown"
     from tools.exercises import main
-    for who, name in (('Anna M_7', '01_a.py'), ('Anna M_7', '02_a.py'), ('Ben_8', '01_b.py'), ('Cleo_9', 'mine.py')):
+    for who, name in (('Anna M_7', '01_a.py'), ('Anna M_17', '02_a.py'), ('Ben_8', '01_b.py'), ('Ben_9', '01_b.py'), ('Cleo_9', 'mine.py')):
         folder = tmp_path/f'{who}_assignsubmission_file_'
         folder.mkdir(exist_ok=True)
         (folder/name).write_text(RIGHT + ('def worst(n): return 1/(2**(n + 1) + 1)' if name == '02_a.py' else ''))
     main(['mark', str(tmp_path), '--only', '01.1', '02.1', '--csv', str(tmp_path/'marks.csv'), '--workers', '1'])
     out, err = capsys.readouterr()
     table = [r.split(',')[:6] for r in (tmp_path/'marks.csv').read_text('utf-8-sig').splitlines()]
-    assert table[1:3] == [['Anna M', '7', '2', '2', 'right', 'right'], ['Ben', '8', '1', '2', 'right', '']] and table[3][:3] == ['Cleo', '9', '']
-    assert out.startswith('2 students, points 1 to 2') and out.splitlines()[-1].startswith('Not marked') and 'mine.py' in out.splitlines()[-1]
+    assert table[1:3] == [['Anna M', '17 7', '2', '2', 'right', 'right'], ['Ben', '8', '1', '2', 'right', '']]
+    assert table[3][:3] == ['Ben', '9', '1'] and table[4][:3] == ['Cleo', '9', '']
+    assert out.startswith('3 students, points 1 to 2') and out.splitlines()[-1].startswith('Not marked') and 'mine.py' in out.splitlines()[-1]
     assert 'Ben_8_assignsubmission_file_/01_b.py: 1 of 1' in err
     with pytest.raises(SystemExit, match='01.9'): main(['mark', str(tmp_path), '--only', '01.9'])
 

@@ -402,17 +402,24 @@ def student(name):
     return (first if rest else re.sub(r'^\d\d(\.\d+)?[_ -]|\.(py|ipynb)$', '', first)), ''
 
 
+def better(a, b): return ['not tried', 'wrong', 'right'].index(a['state']) > ['not tried', 'wrong', 'right'].index(b['state'])
+
+
 def by_student(
     marks: dict, # from `mark_folder`
-) -> dict: # (name, number) -> rows, the best for each exercise, and remarks
-    "All files of a student together"
-    found = {}
-    for name, m in marks.items():
-        rows, remarks = found.setdefault(student(name), ({}, []))
-        if m.get('says'): remarks.append(f"{Path(name).name}: {m['says']}")
-        for r in m['exercises']:
-            best = ['not tried', 'wrong', 'right'].index
-            if r['id'] not in rows or best(r['state']) > best(rows[r['id']]['state']): rows[r['id']] = r
+) -> list: # (name, numbers, rows by exercise, remarks) of each student
+    "All files of a student together. Moodle's numbers differ between tasks; two of a name with the same exercises are two students"
+    found = []
+    for file, m in marks.items():
+        (name, number), rows = student(file), {r['id']: r for r in m['exercises']}
+        def joins(s): return s[0] == name and (number in s[1] or not rows.keys() & s[2].keys())
+        mine = next(filter(joins, found), None) or (name, [], {}, [])
+        if mine not in found: found.append(mine)
+        if number and number not in mine[1]: mine[1].append(number)
+        for id, r in rows.items():
+            if id not in mine[2] or better(r, mine[2][id]): mine[2][id] = r
+        says = m.get('says', '')
+        if says: mine[3].append(says if Path(file).name in says else f'{Path(file).name}: {says}')
     return found
 
 
@@ -426,7 +433,7 @@ def summary(
     marks: dict, # from `mark_folder`
 ) -> list: # lines: the points, then for each exercise how many have it, and what most of the others were told
     "What a class knows"
-    rows = [rows for rows, _ in by_student(marks).values() if rows]
+    rows = [rows for _, _, rows, _ in by_student(marks) if rows]
     got = sorted(map(points, rows))
     lines = [f'{len(got)} students, points {got[0]} to {got[-1]}, median {got[len(got)//2]}']
     for id in sorted({id for r in rows for id in r}, key=in_order):
@@ -454,10 +461,10 @@ def write_csv(
     with path.open('w', newline='', encoding='utf-8-sig') as f:   # Excel reads names with umlauts only so
         table = csv.writer(f)
         table.writerow(['student', 'number', 'points', 'of', *ids, 'remarks'])
-        for (name, number), (rows, remarks) in by_student(marks).items():
+        for name, numbers, rows, remarks in by_student(marks):
             states = [rows[i]['state'] if i in rows else '' for i in ids]
             remarks = [*remarks, *(f"{i}: {rows[i]['says']}" for i in ids if i in rows and rows[i]['says'])]
-            table.writerow([name, number, points(rows) if rows else '', sum(worth.values()), *states, ' | '.join(remarks)])
+            table.writerow([name, ' '.join(numbers), points(rows) if rows else '', sum(worth.values()), *states, ' | '.join(remarks)])
 
 
 def own(todo):
