@@ -385,7 +385,8 @@ def _why_code(x, off, fmt):
     if x == 0: return 'a zero has a sign: copysign'
     if abs(off) == 1 and fmt.decode(fmt.encode(x)) != x: return 'a tie, which goes to the even code'
     if abs(x) < fmt.tiny: return f'a subnormal: its exponent stays {fmt.emin}'
-    if abs(off) in (2**fmt.man_bits, 2**fmt.man_bits//2): return 'off by an octave: frexp gives .5 <= m < 1'
+    octave = 2**fmt.man_bits
+    if abs(off) in (octave, octave//2): return 'off by an octave: frexp gives .5 <= m < 1'
     return f'sign, exponent and fraction have 1, {fmt.exp_bits} and {fmt.man_bits} bits'
 
 def _expect_code(
