@@ -372,6 +372,8 @@ def expect(
         assert got is not None, f'{call} returned None: does it end with return, not print?'
         assert _same(got, want), f'{call} gave {got!r}; expected {want!r}.'
 
+# %% ../nbs/01_formats.ipynb #a973ff7c
+#| code-fold: true
 def _as_power(x):
     "A float as a reader thinks of it: -0.0, 1.5, 3*2**-24"
     if x == 0 or 2.**-6 <= abs(x) < 2.**20: return repr(x)
