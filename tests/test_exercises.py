@@ -18,19 +18,14 @@ from tools.exercises import all_exercises, checkers, definitions
 WRONG = {
     # 01: one power too early
     'check_stuck_at': 'lambda man_bits: 2**man_bits',
-    # 01: cuts where it should round; gives the subnormals exponents of their own; floats; an int that equals all
+    # 01: cuts where it should round; gives the subnormals exponents of their own; floats
     'check_encode_half': ("""
         def encode_half(x):
             e = max(math.frexp(x)[1] - 1, -14) if x else -14
             return 2**15*(math.copysign(1, x) < 0) + 1024*(e + 14) + int(math.ldexp(abs(x), 10 - e))""", """
         def encode_half(x):
             e = math.frexp(x)[1] - 1 if x else -14
-            return 2**15*(math.copysign(1, x) < 0) + 1024*(e + 14) + round(math.ldexp(abs(x), 10 - e))""", 'lambda x: float(get_format("fp16").encode(x))', """
-        def encode_half(x):
-            class Yes(int):
-                def __eq__(self, other): return True
-                __hash__ = None
-            return Yes(0)"""),
+            return 2**15*(math.copysign(1, x) < 0) + 1024*(e + 14) + round(math.ldexp(abs(x), 10 - e))""", 'lambda x: float(get_format("fp16").encode(x))'),
     # 01: trains in FP64 and rounds once, at the end
     'check_train_in_codes': """
         def train_in_codes(fmt, w, x, y, lr, steps):

@@ -243,7 +243,8 @@ def judge(
                 if not provide(e.name, cells, names): raise
             else: return dict(state='right', says='')
     except SyntaxError as e: return dict(state='wrong', says=f'SyntaxError: {e.msg}: {(e.text or "").strip()}'[:300])
-    except Exception as e: return dict(state='wrong', says=f'{type(e).__name__}: {e}'[:300])
+    except AssertionError as e: return dict(state='wrong', says=str(e)[:300])
+    except Exception as e: return dict(state='wrong', says=f'{type(e).__name__}: {e}.'[:300])
     return dict(state='wrong', says='It needs more names than its notebook and the chapter can supply.')
 
 
