@@ -184,7 +184,7 @@ def test_slides_from_another_folder_without_maps_and_of_questions(small_course, 
     code = '#| fig-cap: "{}"\n#| fig-alt: "a"\nimport matplotlib.pyplot as plt\nplt.plot([1]);'
     quiz = """from IPython.display import HTML
 HTML('<fieldset><legend>1. Two?</legend><label><input type="radio"> A one</label><label><input type="radio"> B two</label>'
-     '<p class="why"><b class="yes">Right.</b><b class="no">No. Right is: two.</b> Since so. (<a>chapter</a>)</p></fieldset>')"""
+     '<p class="why"><b class="yes">Right.</b><b class="no">Right is: two.</b> Since so. (<a>chapter</a>)</p></fieldset>')"""
     nbs, out = small_course(_87_a=['# A\n\n> P.', code.format('You are here: on a map'), code.format('A finding'), quiz]), tmp_path/'pages'
     assert run(nbs, out).returncode == 0
     monkeypatch.setattr(S, 'chapters', lambda _: C.chapters(nbs))

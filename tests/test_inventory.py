@@ -37,6 +37,8 @@ def test_a_choice_is_answered_and_counted_by_keyboard(browser, course_pages):
         first.locator('.right').check()
         assert first.locator('.yes').is_visible() and not first.locator('.no').is_visible()
         boxes.nth(1).locator('.wrong').first.check()
+        boxes.nth(2).get_by_label('I do not know').check()
+        assert boxes.nth(2).locator('.no').is_visible()
         assert page.locator('.quiz script').count() == 0
         stems = {p.stem for p in NBS}
         for link in page.locator('.quiz a').all(): assert link.get_attribute('href').removesuffix('.html') in stems

@@ -105,7 +105,7 @@ def question_slides(
     for box in (boxes[n - 1] for n in wanted):
         ask = f'<h3>{re.search("<legend>(.*?)</legend>", box)[1]}</h3>'
         choices = ''.join(f'<p>{text}</p>' for text in re.findall(r'<input[^>]*>(.*?)</label>', box))
-        answer = re.search(r'<b class="no">No\. (.*?)</b>(.*?)\(<a', box)
+        answer = re.search(r'<b class="no">(.*?)</b>(.*?)\(<a', box)
         parts += [f'<section>{ask}{choices}</section>', f'<section>{ask}<p><b>{answer[1]}</b></p><p>{answer[2]}</p></section>']
     return ''.join(parts)
 
