@@ -369,5 +369,39 @@ def expect(
     name = getattr(f, '__name__', 'your function')
     for args,want in cases:
         got, call = f(*args), f'{name}({", ".join(map(repr, args))})'
-        assert got is not None, f'{call} returned nothing: replace the stub with your solution.'
+        assert got is not None, f'{call} returned None: does it end with return, not print?'
         assert _same(got, want), f'{call} gave {got!r}; expected {want!r}.'
+
+# %% ../nbs/01_formats.ipynb #a973ff7c
+#| code-fold: true
+def _as_power(x):
+    "A float as a reader thinks of it: -0.0, 1.5, 3*2**-24"
+    if x == 0 or 2.**-6 <= abs(x) < 2.**20: return repr(x)
+    top, bottom = x.as_integer_ratio()
+    if bottom == 1: return f'{x:g}'
+    power = f'2**{1 - bottom.bit_length()}'
+    return {1: power, -1: f'-{power}'}.get(top, f'{top}*{power}')
+
+def _why_code(x, off, fmt):
+    "What is usually forgotten where a code is off by so much"
+    if x == 0: return 'a zero has a sign: copysign'
+    if abs(off) == 1 and fmt.decode(fmt.encode(x)) != x: return 'a tie, which goes to the even code'
+    if abs(x) < fmt.tiny: return f'a subnormal: its exponent stays {fmt.emin}'
+    octave = 2**fmt.man_bits
+    if abs(off) in (octave, octave//2): return 'off by an octave: frexp gives .5 <= m < 1'
+    return f'sign, exponent and fraction have 1, {fmt.exp_bits} and {fmt.man_bits} bits'
+
+def _expect_code(
+    f, # the reader's function, of a float
+    x:float, # its argument
+    want:int, # x's code
+    fmt:FloatFormat, # the format of the code
+):
+    "AssertionError with a reason if f(x) is not the int that is wanted"
+    got = f(x)
+    if type(got) is int and got == want: return
+    call = f'{getattr(f, "__name__", "your function")}({_as_power(x)})'
+    assert got is not None, f'{call} returned None: does it end with return, not print?'
+    assert type(got) is int, f'{call} gave {got!r}: a code is an int.'
+    why = _why_code(x, got - want, fmt)
+    assert got == want, f'{call} gave {got:#06x}; expected {want:#06x} ({why}).'

@@ -173,10 +173,28 @@ def test_slides_of_code(small_course):
     assert [e.text for e in first.select('p, pre')] == ['One. So f doubles x < 9:', 'def f(x): return 2*x  # twice\nf(y)', '<2>'] and first.p.code.text == 'f'
     assert [e.text for e in second.select('p, pre')] == ['f(4)'] # other code stands before it
     for ch in C.chapters():
-        if ch.number not in ('04', '05', '07', '08', '09', '10'): continue
+        if ch.number not in ('01', '02', '04', '05', '07', '08', '09', '10'): continue
         codes = [c.source for c in nbformat.read(ch.path, as_version=4).cells if c.id in tagged(ch.path)]
         assert 3 <= len(codes) <= 8, ch.stem
         for code in codes: assert ast.dump(ast.parse(narrow(code))) == ast.dump(ast.parse(code))
+
+
+def test_slides_from_another_folder_without_maps_and_of_questions(small_course, tmp_path, monkeypatch):
+    from tools import slides as S
+    code = '#| fig-cap: "{}"\n#| fig-alt: "a"\nimport matplotlib.pyplot as plt\nplt.plot([1]);'
+    quiz = """from IPython.display import HTML
+HTML('<fieldset><legend>1. Two?</legend><label><input type="radio"> A one</label><label><input type="radio"> B two</label>'
+     '<p class="why"><b class="yes">Right.</b><b class="no">Right is: two.</b> Since so. (<a>chapter</a>)</p></fieldset>')"""
+    nbs, out = small_course(_87_a=['# A\n\n> P.', code.format('You are here: on a map'), code.format('A finding'), quiz]), tmp_path/'pages'
+    assert run(nbs, out).returncode == 0
+    monkeypatch.setattr(S, 'chapters', lambda _: C.chapters(nbs))
+    for args, texts in (([], ['AP.', 'A finding']), (['--questions', '1'], ['1. Two? A one B two', 'Right is: two. Since so.'])):
+        monkeypatch.setattr(sys, 'argv', ['slides', '--pages', str(out), '--out', str(tmp_path/'s.html'), *args])
+        assert S.main() is None
+        found = BeautifulSoup((tmp_path/'s.html').read_text(), 'html.parser').select('section')
+        assert len(found) == 2 and all(t in f.text for t, f in zip(texts, found)) and 'Right is' not in found[0].text
+    monkeypatch.setattr(sys, 'argv', ['slides', '--pages', str(tmp_path/'none')])
+    assert '--pages' in S.main()
 
 
 def test_checkers_and_imports_are_folded(ran):

@@ -18,14 +18,14 @@ from tools.exercises import all_exercises, checkers, definitions
 WRONG = {
     # 01: one power too early
     'check_stuck_at': 'lambda man_bits: 2**man_bits',
-    # 01: cuts where it should round; gives the subnormals exponents of their own
+    # 01: cuts where it should round; gives the subnormals exponents of their own; floats
     'check_encode_half': ("""
         def encode_half(x):
             e = max(math.frexp(x)[1] - 1, -14) if x else -14
             return 2**15*(math.copysign(1, x) < 0) + 1024*(e + 14) + int(math.ldexp(abs(x), 10 - e))""", """
         def encode_half(x):
             e = math.frexp(x)[1] - 1 if x else -14
-            return 2**15*(math.copysign(1, x) < 0) + 1024*(e + 14) + round(math.ldexp(abs(x), 10 - e))"""),
+            return 2**15*(math.copysign(1, x) < 0) + 1024*(e + 14) + round(math.ldexp(abs(x), 10 - e))""", 'lambda x: float(get_format("fp16").encode(x))'),
     # 01: trains in FP64 and rounds once, at the end
     'check_train_in_codes': """
         def train_in_codes(fmt, w, x, y, lr, steps):
@@ -33,8 +33,13 @@ WRONG = {
             return fmt.decode(fmt.encode(w))""",
     # 02: half an epsilon, which is the error relative to 1 and not to the value
     'check_worst': 'lambda man_bits: 2.**-(man_bits + 1)',
-    # 02: a number that FP16 holds, so there is only one rounding
-    'check_twice': 'lambda: 1.0625',
+    # 02: a number that FP16 holds, so there is only one rounding; NaN, which differs from itself; one that is never the same
+    'check_twice': ('lambda: 1.0625', 'lambda: math.nan', """
+        def twice():
+            class Restless:
+                seen = [1.0625, 0.]
+                def __float__(self): return self.seen.pop()
+            return Restless()"""),
     # 02: rounds what is stored, so that small steps vanish; rounds once, at the end; lets the staircase stop the gradient
     'check_fit_rounded': ("""
         def fit_rounded(fmt, x, y, lr, steps):
@@ -649,8 +654,8 @@ WRONG = {
             loss = plain_step(model, xb, yb, opt, loss_func)
             for p in model.parameters(): p.data.copy_(quantize(p + p.sign()*2**-12*torch.rand_like(p), 'fp16'))
             return loss"""),
-    # 85: clips what still carries the scale
-    'check_clipped_recipe': """
+    # 85: clips what still carries the scale; makes the last step's bias NaN, which hides behind a maximum
+    'check_clipped_recipe': ("""
         def clipped_recipe(master, model, opt, x, y, S):
             loss = F.cross_entropy(model(x.half()).float(), y)
             (loss*S).backward()
@@ -658,7 +663,18 @@ WRONG = {
             for m, p in zip(master.parameters(), model.parameters()): m.grad, p.grad = p.grad.float()/S, None
             if all(m.grad.isfinite().all() for m in master.parameters()): opt.step()
             for m, p in zip(master.parameters(), model.parameters()): p.data.copy_(m)
-            return loss.item()""",
+            return loss.item()""", """
+        def clipped_recipe(master, model, opt, x, y, S, calls=[]):
+            loss = F.cross_entropy(model(x.half()).float(), y)
+            (loss*S).backward()
+            for m, p in zip(master.parameters(), model.parameters()): m.grad, p.grad = p.grad.float()/S, None
+            if all(m.grad.isfinite().all() for m in master.parameters()):
+                torch.nn.utils.clip_grad_norm_(master.parameters(), 1.)
+                opt.step()
+            calls.append(1)
+            if len(calls) % 4 == 0: master.bias.data.fill_(math.nan)
+            for m, p in zip(master.parameters(), model.parameters()): p.data.copy_(m)
+            return loss.item()"""),
     # 85: FP16's number of digits; forgets the steps that are no power of two
     'check_rests_at': ('lambda u: 2.**math.ceil(math.log2(u) + 11)', 'lambda u: u*2**8'),
     # 85: takes 448 for the edge; returns a window that is empty
@@ -913,11 +929,11 @@ def test_marks_of_a_class(tmp_path):
     marks = mark_folder(tmp_path, chapter='01', workers=2)
     assert [m['points'] for m in marks.values()] == [1, 0, 0, 0] and marks['dora_file_1.py']['exercises'][0]['state'] == 'wrong'
     lines = summary(marks)
-    assert lines[0].startswith('4 submissions') and lines[1].startswith('01.1  right 1, wrong 3, not tried 0; most often (2)')
+    assert lines[0].startswith('4 students') and lines[1].startswith('01.1  right 1, wrong 3, not tried 0; most often (2)')
     table = tmp_path/'marks.csv'
     write_csv(marks, table)
     rows = [r.split(',') for r in table.read_text('utf-8-sig').splitlines()]
-    assert rows[0][:4] == ['file', 'points', 'of', '01.1'] and [r[3] for r in rows[1:]] == ['right', 'wrong', 'wrong', 'wrong']
+    assert rows[0][:5] == ['student', 'number', 'points', 'of', '01.1'] and [r[4] for r in rows[1:]] == ['right', 'wrong', 'wrong', 'wrong']
     with pytest.raises(SystemExit, match='chapter'): mark_folder(tmp_path)
 
 
@@ -938,3 +954,116 @@ def test_submissions_as_they_come(tmp_path):
     anna, ben, cleo, dora = (next(m for n, m in marks.items() if n.startswith(who)) for who in ('Anna', 'Ben', 'Cleo', 'Dora'))
     assert len(marks) == 4 and [m['points'] for m in (anna, ben, cleo, dora)] == [1, 0, 0, 0], marks
     assert '4 s' in ben['exercises'][0]['says'] and 'JSON' in cleo['says'] and cleo['of'] == 6 and '--chapter' in dora['says']
+
+
+RIGHT = 'def stuck_at(man_bits): return 2**(man_bits + 1)\n'
+
+
+def notebook(path, *codes):
+    "Write a notebook of code cells"
+    from nbformat.v4 import new_code_cell, new_notebook, writes
+    path.write_text(writes(new_notebook(cells=[new_code_cell(c) for c in codes])))
+    return path
+
+
+def test_what_nobody_wrote_gets_nothing(tmp_path):
+    "The whole chapter, as handed out and with an own answer in a stub's place; two own answers"
+    import json
+    from tools.exercises import COPIED, mark, notebooks
+    for n in notebooks():
+        if n.stem in ('01_formats', '85_variants'):
+            assert {(r['state'], r['says']) for r in mark(n)['exercises']} == {('not tried', COPIED)}
+    course = next(n for n in notebooks() if n.stem == '01_formats')
+    for code, state in ((RIGHT, 'right'), ('def stuck_at(man_bits): return 0', 'wrong')):
+        nb = json.loads(course.read_text())
+        for c in nb['cells']:
+            if ''.join(c['source']).startswith('# your turn:\n# def stuck_at'): c['source'] = code
+        (tmp_path/course.name).write_text(json.dumps(nb))
+        assert [r['state'] for r in mark(tmp_path/course.name)['exercises']] == [state, 'not tried', 'not tried']
+    row = mark(notebook(tmp_path/'01_two.ipynb', RIGHT, 'def stuck_at(n): return 1'))['exercises'][0]
+    assert row['state'] == 'wrong' and 'last of 2 definitions' in row['says']
+
+
+@each('code', [
+    '\ufeff' + RIGHT, 'BASE: int = 2\ndef stuck_at(n): return BASE**(n + 1)', 'if True:\n    ' + RIGHT,
+    'powers = []\nfor n in range(30): powers.append(2**(n + 1))\ndef stuck_at(n): return powers[n]',
+    RIGHT + 'for line in open("data.txt"): print(stuck_at(line))'])
+def test_a_right_answer_is_right_however_it_is_written(tmp_path, code):
+    from tools.exercises import main, mark
+    mine = tmp_path/'01_mine.py'
+    mine.write_text(code)
+    row = mark(mine)['exercises'][0]
+    assert row['state'] == 'right', row
+    if code[0] == '\ufeff': assert main(['check', '01', str(mine)]) == 0
+
+
+def test_a_star_import_in_another_cell(tmp_path):
+    from tools.exercises import mark
+    row = mark(notebook(tmp_path/'01_mine.ipynb', 'from math import *', 'def stuck_at(n): return ldexp(2, n)'))['exercises'][0]
+    assert row['state'] == 'right', row
+
+
+@each('code, said', [
+    ('def stuck_at(n): return 2**(n + 1) # für'.encode('latin-1'), 'not UTF-8'), (b'def stuck_at(n): print(2**(n + 1))', 'not print'),
+    (b'import os\ndef stuck_at(n): os._exit(0)', 'before the checker was done'), (b'x = 1\ndef stuck_at(n)\n    return 1', 'def stuck_at(n)')])
+def test_what_cannot_be_marked_is_wrong_and_says_why(tmp_path, code, said):
+    from tools.exercises import mark
+    (tmp_path/'01_mine.py').write_bytes(code)
+    row = mark(tmp_path/'01_mine.py')['exercises'][0]
+    assert row['state'] == 'wrong' and said in row['says'], row
+
+
+def test_the_limit_counts_a_processor_s_time(tmp_path):
+    from tools.exercises import mark
+    (tmp_path/'01_mine.py').write_text('import time\ndef stuck_at(n):\n    time.sleep(.7)\n    return 2**(n + 1)')
+    assert mark(tmp_path/'01_mine.py', seconds=2)['points'] == 1         # 2.8 s, asleep
+
+
+def test_a_class_in_rows_of_students(tmp_path, capsys):
+    "What was asked, of two chapters, with a file whose chapter is unknown"
+    from tools.exercises import main
+    for who, name in (('Anna M_7', '01_a.py'), ('Anna M_17', '02_a.py'), ('Ben_8', '01_b.py'), ('Ben_9', '01_b.py'), ('Cleo_9', 'mine.py')):
+        folder = tmp_path/f'{who}_assignsubmission_file_'
+        folder.mkdir(exist_ok=True)
+        (folder/name).write_text(RIGHT + ('def worst(n): return 1/(2**(n + 1) + 1)' if name == '02_a.py' else ''))
+    main(['mark', str(tmp_path), '--only', '01.1', '02.1', '--csv', str(tmp_path/'marks.csv'), '--workers', '1'])
+    out, err = capsys.readouterr()
+    table = [r.split(',')[:6] for r in (tmp_path/'marks.csv').read_text('utf-8-sig').splitlines()]
+    assert table[1:3] == [['Anna M', '17 7', '2', '2', 'right', 'right'], ['Ben', '8', '1', '2', 'right', '']]
+    assert table[3][:3] == ['Ben', '9', '1'] and table[4][:3] == ['Cleo', '9', '']
+    assert out.startswith('3 students, points 1 to 2') and out.splitlines()[-1].startswith('Not marked') and 'mine.py' in out.splitlines()[-1]
+    assert 'Ben_8_assignsubmission_file_/01_b.py: 1 of 1' in err
+    with pytest.raises(SystemExit, match='01.9'): main(['mark', str(tmp_path), '--only', '01.9'])
+
+
+def test_sentences_are_counted_without_their_numbers():
+    from tools.exercises import summary
+    def marks(says): return dict(points=0, of=1, exercises=[dict(id='01.1', points=1, name='f', state='wrong', says=says)])
+    assert 'most often' not in summary({'01_a.py': marks('f(1) gave 2.'), '01_b.py': marks('no end')})[1]
+    assert 'most often (2)' in summary({'01_a.py': marks('f(1) gave -2.5e-08.'), '01_b.py': marks('f(1) gave 3.')})[1]
+
+
+def test_a_private_copy_of_the_variants(tmp_path):
+    "Middles that a tie rounds down: the published answer is wrong there, and another is right"
+    from tools.exercises import mark, notebooks
+    course = next(n for n in notebooks() if n.stem == '85_variants').read_text()
+    mine, answers = tmp_path/'my_85.ipynb', tmp_path/'anna.py'
+    mine.write_text(course.replace('assert twice > once', 'assert twice < once'))
+    for code, state in (('1.5*2**-16 - 2.**-26', 'wrong'), ('2.5*2**-16 + 2.**-26', 'right')):
+        answers.write_text(f'def twice_up(): return {code}')
+        marks = mark(answers, only=['85.2'], notebook=mine)
+        assert marks['of'] == 2 and marks['exercises'][0]['state'] == state, marks
+
+
+@each('code, said', [
+    ('e = math.frexp(x)[1] - 1 if x else -14', r'encode_half\(2\*\*-24\).*-0x2400.*subnormal'),
+    ('e = max(math.frexp(x)[1], -14) if x else -14', 'octave'),
+    ('e, x = max(math.frexp(x)[1] - 1, -14) if x else -14, x + 0.', 'copysign'),
+    ('e = max(math.frexp(x)[1] - 1, -14) if x else -14; x += math.copysign(2**-30, x)*(abs(x) < 1)', r'2\*\*-25.*tie')])
+def test_a_code_that_is_wrong_gets_a_reason(code, said):
+    f = answer(f"""
+        def encode_half(x):
+            {code}
+            return 2**15*(math.copysign(1, x) < 0) + 1024*(e + 14) + round(math.ldexp(abs(x), 10 - e))""")
+    with pytest.raises(AssertionError, match=said): CHECKS['check_encode_half'](f)
+

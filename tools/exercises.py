@@ -1,6 +1,7 @@
 """The exercises: `python -m tools.exercises check 09 mine.py` for a learner, `list | strip OUT | mark FILE | self` for a teacher.
 
 `mark FOLDER --csv marks.csv` marks all notebooks and Python files of a folder, several at a time, and sums up what the class knows.
+`--only 01.2 02.2` marks what was asked, `--notebook my_85.ipynb` marks by your own copy of a chapter.
 
 A student's code runs in a separate process with a time limit. It can do whatever you can do, so mark in a container.
 """
@@ -12,7 +13,12 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+try: import resource
+except ImportError: resource = None  # Windows, where nothing is marked
+
 ROOT = Path(__file__).resolve().parent.parent
+NOT_UTF8 = 'The file is not UTF-8: save it again, in this encoding.'
+COPIED = "Only the course's own solution stands there."
 MOODLE = r'(?:.*_assignsubmission_file_)?'  # what it puts before the name that the student gave
 HEAD = re.compile(r'^\*\*(\d+) ([●○]{3}) ([^*]+?)\*\* *(.*)', re.M | re.S)
 
@@ -30,7 +36,7 @@ class Exercise:
     solution: str  # the course's own, as Python
 
     @property
-    def id(self): return f'{self.notebook.name[:2]}.{self.number}' # '08.2'
+    def id(self): return f'{re.search("[0-9][0-9]", self.notebook.name)[0]}.{self.number}' # '08.2', also in my_08.ipynb
 
 
 def notebooks(): return sorted(p for p in (ROOT/'nbs').glob('[0-9]*.ipynb') if p.name < '88')
@@ -99,8 +105,9 @@ def check(
     "Run the solutions of a file against the checkers of a chapter"
     found = [n for n in notebooks() if n.name.startswith(f'{chapter:0>2}_')]
     if not found: raise SystemExit(f'There is no chapter {chapter} with exercises.')
-    try: text = file.read_text(encoding='utf-8')
+    try: text = file.read_text(encoding='utf-8-sig')
     except OSError as e: raise SystemExit(f'{file} cannot be read ({e.strerror}): give another file.') from None
+    except UnicodeDecodeError: raise SystemExit(f'{file}: {NOT_UTF8}') from None
     known, answers = checkers(found[0]), {}
     exec(compile(text, str(file), 'exec'), answers)
     solved = [name for name in known if callable(answers.get(name))]
@@ -138,6 +145,10 @@ def strip(
 
 # --- marks ---
 
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+BLOCKS = ast.For, ast.While, ast.If, ast.With, ast.Try, ast.AugAssign
+
+
 def parsed(code):
     "The syntax tree of a cell; lines of IPython's own are left out of it"
     try: return ast.parse(code)
@@ -147,33 +158,65 @@ def parsed(code):
         except SyntaxError: raise e from None
 
 
+def top(nodes):
+    "Statements of a cell, also those within `if`, `try`, `with` and loops, not those of functions and classes"
+    for node in nodes:
+        yield node
+        if not isinstance(node, FUNCTIONS):
+            for part in ('body', 'orelse', 'finalbody'): yield from top(getattr(node, part, ()))
+            for handler in getattr(node, 'handlers', ()): yield from top(handler.body)
+
+
+def names_of(node):
+    "The names that a statement defines or imports"
+    if isinstance(node, FUNCTIONS): return {node.name}
+    if isinstance(node, (ast.Import, ast.ImportFrom)): return {(a.asname or a.name).split('.')[0] for a in node.names}
+    if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.For, ast.With)): return set()
+    return {t.id for t in ast.walk(node) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)}
+
+
 def defined(code):
-    "Names that a cell defines or imports at its top level"
+    "Names that a cell defines or imports outside of functions"
+    return set().union(*map(names_of, top(parsed(code).body)))
+
+
+def by_star(code):
+    "Names that a cell's `from … import *` brings"
     names = set()
-    for node in parsed(code).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)): names.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)): names |= {(a.asname or a.name).split('.')[0] for a in node.names}
-        elif isinstance(node, ast.Assign): names |= {t.id for t in ast.walk(node) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)}
+    for node in top(parsed(code).body):
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == '*':
+            with contextlib.suppress(Exception):
+                exec(f'from {node.module} import *', found := {})
+                names |= set(found)
     return names
 
 
-def definitions(code):
-    "A cell without what it tries out"
-    keep = ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign
-    return compile(ast.Module([n for n in parsed(code).body if isinstance(n, keep)], []), 'answer', 'exec')
+def definitions(code, loops=False):
+    "A cell without what it tries out; with its loops and branches, which may fill a table, if asked"
+    keep = (*FUNCTIONS, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, *(BLOCKS if loops else ()))
+    def wanted(node): return isinstance(node, keep) or isinstance(node, BLOCKS) and any(isinstance(n, FUNCTIONS) for n in top([node]))
+    return compile(ast.Module([n for n in parsed(code).body if wanted(n)], []), 'answer', 'exec')
 
 
 def provide(name, cells, names):
     "Run the first cell that defines a name; whether there is one"
     for code in cells:
         with contextlib.suppress(SyntaxError):
-            if name not in defined(code) or 'your turn' in code: continue
-            run(definitions(code), cells, names)
+            if 'your turn' in code or name not in defined(code) | by_star(code): continue
+            run(code, cells, names)
             return True
     return False
 
 
-def run(code, cells, names, tries=12):
+def run(code, cells, names):
+    "What a cell defines; a loop that fails is taken for one that tries things out"
+    mine = code in cells[:cells.index('')]
+    if mine:
+        with contextlib.suppress(Exception): return complete(definitions(code, loops=True), cells, names)
+    complete(definitions(code), cells, names)
+
+
+def complete(code, cells, names, tries=12):
     "Execute code; what it misses comes from other cells"
     for _ in range(tries):
         try: return exec(code, names)
@@ -191,26 +234,29 @@ def judge(
     "The checker of the course, not the student's copy of it, on one answer"
     cells = [c.source for c in read(notebook) if c.cell_type == 'code']
     names, check = module_names(cells), checkers(notebook)[check]
-    cells = [*others, *cells]
+    cells = [*filter(str.strip, others), '', *cells]  # the student's, then the chapter's
     try:
         for _ in range(12):
-            run(definitions(code), cells, names)
+            run(code, cells, names)
             try: check(names[name])
             except NameError as e:                      # in the body of the answer
                 if not provide(e.name, cells, names): raise
             else: return dict(state='right', says='')
-    except Exception as e: return dict(state='wrong', says=f'{type(e).__name__}: {e}'[:300])
+    except SyntaxError as e: return dict(state='wrong', says=f'SyntaxError: {e.msg}: {(e.text or "").strip()}'[:300])
+    except AssertionError as e: return dict(state='wrong', says=str(e)[:300])
+    except Exception as e: return dict(state='wrong', says=f'{type(e).__name__}: {e}.'[:300])
     return dict(state='wrong', says='It needs more names than its notebook and the chapter can supply.')
 
 
 def answers(path):
     "The cells of a student's file"
-    return [path.read_text(encoding='utf-8')] if path.suffix == '.py' else [c.source for c in read(path) if c.cell_type == 'code']
+    return [path.read_text(encoding='utf-8-sig')] if path.suffix == '.py' else [c.source for c in read(path) if c.cell_type == 'code']
 
 
-def judge_into(pipe, word, job):
+def judge_into(pipe, word, job, seconds):
     "In the child: write the verdict on an answer into a pipe. What the answer prints goes nowhere"
     os.setpgid(0, 0)
+    if resource: resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3): os.dup2(null, fd)
     try: os.write(pipe, (word + json.dumps(judge(**job))).encode())
@@ -218,45 +264,50 @@ def judge_into(pipe, word, job):
 
 
 def in_child(job, seconds):
-    "`judge` in a child of this process; the verdict follows a secret word, so that an answer cannot write one"
+    """`judge` in a child of this process. The limit is the child's own time on a processor, so a mark does not depend on what else
+    runs; what sleeps has five times as long. The verdict follows a secret word, which keeps out accidents, not who reads this"""
     word = secrets.token_hex(16)
     ours, theirs = os.pipe()
     child = os.fork()
-    if not child: judge_into(theirs, word, job)
+    if not child: judge_into(theirs, word, job, seconds)
     os.close(theirs)
-    ended = select.select([ours], [], [], seconds)[0]
+    ended = select.select([ours], [], [], 5*seconds if resource else seconds)[0]
     verdict = os.read(ours, 2**16).decode(errors='replace') if ended else ''
     os.close(ours)
-    if not verdict and ended: code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if ended and not verdict else 0
     with contextlib.suppress(OSError): os.killpg(child, signal.SIGKILL)         # it, and what it has started
     with contextlib.suppress(OSError): os.waitpid(child, 0)
-    if not ended: return dict(state='wrong', says=f'It takes longer than {seconds} s.', late=True)
-    if not verdict: return dict(state='wrong', says=f'Its process ended with exit code {code}.')
+    if not ended or code == -signal.SIGXCPU: return dict(state='wrong', says=f'It takes longer than {seconds} s.', late=True)
+    if not verdict: return dict(state='wrong', says=f'The answer ended its process (exit code {code}) before the checker was done.')
     if not verdict.startswith(word): return dict(state='wrong', says='It wrote where only the checker writes.')
     return json.loads(verdict.removeprefix(word))
 
 
-def judge_all(number, others, jobs, seconds):
+def judge_all(notebook, others, jobs, seconds):
     "Verdicts on a submission's answers: the chapter is imported once, each answer runs in a child of this process"
-    notebook = next(n for n in notebooks() if n.name.startswith(number))
     checkers(notebook)
     return [in_child(dict(notebook=notebook, others=others, **job), seconds) for job in jobs]
 
 
-def in_process(number, others, jobs, seconds):
+def in_process(notebook, others, jobs, seconds):
     "`judge_all` in a process that dies with whatever the answers did to it"
     if not jobs: return []
-    call = [sys.executable, '-m', 'tools.exercises', 'judge', number, '--seconds', str(seconds)]
+    call = [sys.executable, '-m', 'tools.exercises', 'judge', str(notebook.resolve()), '--seconds', str(seconds)]
     one = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')]))
     r = subprocess.run(call, input=json.dumps([others, jobs]), capture_output=True, text=True, cwd=ROOT, env=one)
     if r.returncode == 0: return json.loads(r.stdout.splitlines()[-1])
     return [dict(state='wrong', says=f'The process that judges it ended with exit code {r.returncode}.')]*len(jobs)
 
 
-def handed_out(notebook, todo):
-    "The chapter's own cells, solutions left out: some of them use a name that an exercise asks for"
-    cells = {c.source.strip() for c in read(notebook) if c.cell_type == 'code'}
-    return {c for c in cells if not any(c in e.solution for e in todo)}
+def sources(notebooks):
+    "The code of chapters as they are handed out, solutions included: a cell that equals one of these nobody has written"
+    return {c.source.strip() for n in notebooks for c in read(n) if c.cell_type == 'code'}
+
+
+def count(name, code):
+    "How many definitions of a name a cell has"
+    try: return sum(name in names_of(node) for node in top(parsed(code).body) if not isinstance(node, BLOCKS))
+    except SyntaxError: return len(re.findall(rf'^\s*(?:def|class) {name}\b|^{name} *=', code, re.M))
 
 
 def number_of(path):
@@ -265,34 +316,53 @@ def number_of(path):
     return found[1] if found else ''
 
 
+def asked(path, chapter, only, notebook):
+    "The notebook that a file belongs to, and the exercises to be marked"
+    number = f'{chapter or number_of(path):0>2}'
+    found = [notebook] if notebook else [n for n in notebooks() if n.name.startswith(f'{number}_')]
+    todo = [e for n in found for e in exercises(n)]
+    if not todo: raise SystemExit(f'{path.name} names no chapter with exercises: give --chapter 08, or begin its name with the number, as in 08_mine.py.')
+    return found[0], [e for e in todo if not only or e.id in only]
+
+
 def mark(
     path: Path,           # a student's notebook or Python file
-    seconds: int=60,      # for each answer
+    seconds: int=60,      # of a processor's time for each answer
     chapter: str|None=None, # its number; by default the file's name begins with it: 08_scaler.ipynb, 08_mine.py
+    only=(),              # exercises, such as '08.2'; by default all of the chapter
+    notebook: Path|None=None, # a copy of a chapter with other numbers, by which to mark
 ) -> dict: # points, of how many, and a row for each exercise; for a file that cannot be read, why
     "Marks for one chapter"
-    number = f'{chapter or number_of(path):0>2}'
-    todo = [e for n in notebooks() if n.name.startswith(f'{number}_') for e in exercises(n)]
-    if not todo: raise SystemExit(f'{path.name} names no chapter with exercises: give --chapter 08, or begin its name with the number, as in 08_mine.py.')
-    codes, why = [], {}
+    found, todo = asked(path, chapter, only, notebook)
+    course = sources({found, *(n for n in notebooks() if todo and n.name.startswith(todo[0].id[:2]))})
+    codes, why, rows, jobs = [], {}, [], []
     try: codes = answers(path)
+    except UnicodeDecodeError: codes, why = [path.read_text(encoding='latin-1')], dict(says=NOT_UTF8)
     except (OSError, ValueError) as e: why = dict(says=f'{type(e).__name__}: {e}'[:200])
-    rows, jobs, given = [], [], handed_out(todo[0].notebook, todo)
-    written = [code for code in codes if code.strip() not in given]
+    written = [code for code in codes if code.strip() not in course]
     for e in todo:
-        mine = [code for code in written if re.search(rf'^(def|class) {e.name}\b|^{e.name} *=', code, re.M)]
+        mine = [code for code in written if count(e.name, code)]
         rows.append(dict(id=e.id, points=e.level, name=e.name, state='not tried', says=''))
-        if mine: jobs.append((rows[-1], dict(name=e.name, check=e.check, code=mine[-1])))
-    verdicts = in_process(number, codes, [job for _, job in jobs], seconds)
-    for (row, _), verdict in zip(jobs, verdicts): row.update(verdict)
+        if mine and why: rows[-1].update(state='wrong', **why)
+        elif mine: jobs.append((rows[-1], dict(name=e.name, check=e.check, code=mine[-1])))
+        elif any(count(e.name, code) for code in codes): rows[-1]['says'] = COPIED
+    verdicts = in_process(found, written, [job for _, job in jobs], seconds)
+    for (row, job), verdict in zip(jobs, verdicts):
+        row.update(verdict)
+        n = sum(count(job['name'], code) for code in written)
+        if n > 1: row['says'] = f'{row["says"]} The last of {n} definitions was marked.'.strip()
     return dict(points=sum(r['points'] for r in rows if r['state'] == 'right'), of=sum(r['points'] for r in rows), exercises=rows, **why)
 
 
-def mark_one(path, seconds, chapter):
+def is_late(marks): return any(r.get('late') for r in marks['exercises'])
+
+
+def mark_one(name, path, seconds, last, **asked):
     "Marks of a submission; one whose chapter is not known gets none, and says why"
-    try: marks = mark(path, seconds, chapter)
+    try: marks = mark(path, seconds, **asked)
     except SystemExit as e: marks = dict(points=0, of=0, exercises=[], says=str(e))
-    print(f"{path.name}: {marks['points']} of {marks['of']}", file=sys.stderr)
+    result = 'waits' if is_late(marks) and not last else f"{marks['points']} of {marks['of']}"
+    print(f'{name}: {result}', file=sys.stderr)
     return marks
 
 
@@ -306,57 +376,96 @@ def submissions(folder):
 def mark_folder(
     folder: Path,           # of notebooks and Python files, with any names
     seconds: int=60,        # for each answer
-    chapter: str|None=None, # as for `mark`
     workers: int=os.cpu_count(), # submissions at a time
     patience: int=10,       # what takes longer than these seconds waits until all others have been marked
+    **asked,                # chapter, only and notebook, as for `mark`
 ) -> dict: # file's name -> marks
     "Marks for a class"
     files, marks = submissions(folder), {}
     if not files: raise SystemExit(f'{folder} holds no notebook and no Python file.')
-    def late(name): return any(r.get('late') for r in marks[name]['exercises'])
     todo = list(files)
     with ThreadPoolExecutor(workers) as pool:
         for limit in sorted({min(patience, seconds), seconds}):
-            found = pool.map(partial(mark_one, seconds=limit, chapter=chapter), [files[n] for n in todo])
-            marks.update(zip(todo, found))
-            todo = [n for n in todo if late(n)]
-    if not any(m['exercises'] for m in marks.values()): raise SystemExit(marks[min(marks)]['says'])
+            one = partial(mark_one, seconds=limit, last=limit == seconds, **asked)
+            marks.update(zip(todo, pool.map(one, todo, [files[n] for n in todo])))
+            todo = [n for n in todo if is_late(marks[n])]
+    if not any(m['exercises'] for m in marks.values()): raise SystemExit(marks[min(marks)].get('says') or 'Nothing of what was asked is in these chapters.')
     return marks
 
 
 def in_order(id): return [int(n) for n in id.split('.')] # 85.2 before 85.10
 
 
+def student(name):
+    "Who handed a file in, and Moodle's number for it: from Moodle's name, the folder, or the name behind the chapter's number"
+    first, *rest = Path(name).parts
+    if found := re.match(r'(.*)_(\d+)_assignsubmission_file', first): return found[1], found[2]
+    return (first if rest else re.sub(r'^\d\d(\.\d+)?[_ -]|\.(py|ipynb)$', '', first)), ''
+
+
+def better(a, b): return ['not tried', 'wrong', 'right'].index(a['state']) > ['not tried', 'wrong', 'right'].index(b['state'])
+
+
+def by_student(
+    marks: dict, # from `mark_folder`
+) -> list: # (name, numbers, rows by exercise, remarks) of each student
+    "All files of a student together. Moodle's numbers differ between tasks; two of a name with the same exercises are two students"
+    found = []
+    for file, m in marks.items():
+        (name, number), rows = student(file), {r['id']: r for r in m['exercises']}
+        def joins(s): return s[0] == name and (number in s[1] or not rows.keys() & s[2].keys())
+        mine = next(filter(joins, found), None) or (name, [], {}, [])
+        if mine not in found: found.append(mine)
+        if number and number not in mine[1]: mine[1].append(number)
+        for id, r in rows.items():
+            if id not in mine[2] or better(r, mine[2][id]): mine[2][id] = r
+        says = m.get('says', '')
+        if says: mine[3].append(says if Path(file).name in says else f'{Path(file).name}: {says}')
+    return found
+
+
+def without_numbers(says): return re.sub(r'-?(0x[0-9a-f]+|[\d.]*\d(e[-+]?\d+)?)(\*\*?-?\d+)*', '#', says)
+
+
+def points(rows): return sum(r['points'] for r in rows.values() if r['state'] == 'right')
+
+
 def summary(
     marks: dict, # from `mark_folder`
 ) -> list: # lines: the points, then for each exercise how many have it, and what most of the others were told
     "What a class knows"
-    points = sorted(m['points'] for m in marks.values())
-    lines = [f'{len(points)} submissions, points {points[0]} to {points[-1]}, median {points[len(points)//2]}']
-    rows = [r for m in marks.values() for r in m['exercises']]
-    for id in sorted({r['id'] for r in rows}, key=in_order):
-        mine = [r for r in rows if r['id'] == id]
+    rows = [rows for _, _, rows, _ in by_student(marks) if rows]
+    got = sorted(map(points, rows))
+    lines = [f'{len(got)} students, points {got[0]} to {got[-1]}, median {got[len(got)//2]}']
+    for id in sorted({id for r in rows for id in r}, key=in_order):
+        mine = [r[id] for r in rows if id in r]
         states = Counter(r['state'] for r in mine)
-        said = Counter(r['says'] for r in mine if r['state'] == 'wrong').most_common(1)
+        told = [r['says'] for r in mine if r['state'] == 'wrong']
+        said = Counter(map(without_numbers, told)).most_common(1)
         line = f"{id}  right {states['right']}, wrong {states['wrong']}, not tried {states['not tried']}"
-        if said: line += f'; most often ({said[0][1]}): {said[0][0][:120]}'
+        if said and said[0][1] > 1:
+            first = next(t for t in told if without_numbers(t) == said[0][0])
+            line += f'; most often ({said[0][1]}), such as: {first[:120]}'
         lines.append(line)
+    lost = [name for name, m in marks.items() if not m['exercises']]
+    if lost: lines.append(f'Not marked, since no chapter is known (give --chapter): {", ".join(lost)}')
     return lines
 
 
 def write_csv(
     marks: dict, # from `mark_folder`
-    path: Path,  # of the table: a row for each file
+    path: Path,  # of the table: a row for each student
 ):
-    "Marks for a spreadsheet"
-    ids = sorted({r['id'] for m in marks.values() for r in m['exercises']}, key=in_order)
+    "Marks for a spreadsheet; the points are of all that the class was asked, also of files that a student did not hand in"
+    worth = {r['id']: r['points'] for m in marks.values() for r in m['exercises']}
+    ids = sorted(worth, key=in_order)
     with path.open('w', newline='', encoding='utf-8-sig') as f:   # Excel reads names with umlauts only so
         table = csv.writer(f)
-        table.writerow(['file', 'points', 'of', *ids, 'remarks'])
-        for name, m in marks.items():
-            states = {r['id']: r['state'] for r in m['exercises']}
-            remarks = [m.get('says', ''), *(f"{r['id']}: {r['says']}" for r in m['exercises'] if r['says'])]
-            table.writerow([name, m['points'], m['of'], *(states.get(i, '') for i in ids), ' | '.join(filter(None, remarks))])
+        table.writerow(['student', 'number', 'points', 'of', *ids, 'remarks'])
+        for name, numbers, rows, remarks in by_student(marks):
+            states = [rows[i]['state'] if i in rows else '' for i in ids]
+            remarks = [*remarks, *(f"{i}: {rows[i]['says']}" for i in ids if i in rows and rows[i]['says'])]
+            table.writerow([name, ' '.join(numbers), points(rows) if rows else '', sum(worth.values()), *states, ' | '.join(remarks)])
 
 
 def own(todo):
@@ -372,12 +481,16 @@ def own(todo):
 def print_marks(a):
     "The marks of a file as JSON, or what a folder's class knows; the exit code"
     if not hasattr(os, 'fork'): raise SystemExit('Marking forks processes, which Windows cannot: mark in a container with Linux.')
+    if a.notebook and not re.search(r'\d\d', a.notebook.name): raise SystemExit(f'{a.notebook.name} has no number: name it my_85.ipynb, say.')
+    known = {e.id for e in (exercises(a.notebook) if a.notebook else all_exercises())}
+    if wrong := set(a.only or ()) - known: raise SystemExit(f'There is no exercise {", ".join(sorted(wrong))}: `list` names them all.')
+    what = dict(chapter=a.chapter, only=a.only or (), notebook=a.notebook)
     if a.file.is_dir():
-        marks = mark_folder(a.file, a.seconds, a.chapter, a.workers)
+        marks = mark_folder(a.file, a.seconds, a.workers, **what)
         if a.csv: write_csv(marks, a.csv)
         print(*summary(marks), sep='\n')
         return 0
-    marks = mark(a.file, a.seconds, a.chapter)
+    marks = mark(a.file, a.seconds, **what)
     print(json.dumps(marks, indent=1, ensure_ascii=False))
     return int(any(r['state'] == 'wrong' for r in marks['exercises']))
 
@@ -394,12 +507,14 @@ def make_parser():
     m = sub.add_parser('mark', help="mark a student's file, as JSON (exit code 1 if an answer is wrong), or a folder of them")
     m.add_argument('file', type=Path, help='08_scaler.ipynb, 08_mine.py, or a folder')
     m.add_argument('--chapter', help="its number, such as 08, where the files' names do not begin with it")
+    m.add_argument('--only', nargs='+', metavar='NN.N', help='exercises that were asked, such as 01.2 02.2')
+    m.add_argument('--notebook', type=Path, help="your own copy of a chapter, with its number in the name and other numbers in it, such as my_85.ipynb")
     m.add_argument('--csv', type=Path, help='where to write a table of a folder')
     m.add_argument('--workers', type=int, default=os.cpu_count(), help='submissions of a folder at a time (%(default)s)')
-    m.add_argument('--seconds', type=int, default=60, help='the limit for each answer, in seconds (%(default)s)')
+    m.add_argument('--seconds', type=int, default=60, help="the limit for each answer, in seconds of a processor's time (%(default)s)")
     sub.add_parser('self', help='check that every solution passes and no stub does').add_argument('chapters', nargs='*', help='by default all')
     j = sub.add_parser('judge', help='judge the answers in the standard input, for `mark`')
-    j.add_argument('chapter')
+    j.add_argument('notebook', type=Path)
     j.add_argument('--seconds', type=int)
     return p
 
@@ -421,7 +536,7 @@ def main(argv=None) -> int: # the exit code
         return int(bool(found))
     else:
         others, jobs = json.load(sys.stdin)
-        print(json.dumps(judge_all(a.chapter, others, jobs, a.seconds)))
+        print(json.dumps(judge_all(a.notebook, others, jobs, a.seconds)))
     return 0
 
 

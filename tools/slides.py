@@ -1,7 +1,8 @@
 """Slides of the chapters that `make course` ran: `python -m tools.slides 04 07 --out slides.html`
 
 A figure and its caption, which is its finding as a sentence, make a slide. A cell with the tag `slide` makes one of the
-sentence before it, its code and what it printed. The page needs nothing else. The arrow keys turn the slides, figures that
+sentence before it, its code and what it printed. `python -m tools.slides 87 --questions 1 2 3` writes questions of appendix 87,
+first without the answer and then with it. The page needs nothing else. The arrow keys turn the slides, figures that
 move work in the page, and a print has one slide on each sheet.
 """
 import argparse, re, sys
@@ -21,7 +22,7 @@ STYLE = FORMAT.get_style_defs('pre.code') + '''
 html { scroll-snap-type: y mandatory; } body { margin: 0; font: 1.5rem/1.4 system-ui, sans-serif; color: #1d2530; background: #fff; }
 section { box-sizing: border-box; min-height: 100vh; scroll-snap-align: start; page-break-after: always; padding: 3vh 4vw;
   display: flex; flex-direction: column; justify-content: center; }
-h1 { font-size: 1.1rem; color: #5b6675; font-weight: 400; margin: .5rem 0; } p { margin: .7rem 0; } h2 { font-size: 3rem; margin: 0; }
+h1 { font-size: 1.1rem; color: #5b6675; font-weight: 400; margin: .5rem 0; } p { margin: .7rem 0; } h2 { font-size: 3rem; margin: 0; } h3 { font-size: 2rem; }
 pre { font: 1.2rem/1.35 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre-wrap; margin: .4rem 0; padding: .6rem .9rem; }
 pre.code { background: #f5f6f8; } pre.out { border-left: .3rem solid #D55E00; }
 table { border-collapse: collapse; align-self: start; } td, th { padding: .2rem .9rem; text-align: right; border: 0; border-bottom: 1px solid #c9ced6; }
@@ -93,6 +94,28 @@ def tagged(path):
     return {c.id for c in nbformat.read(path, as_version=4).cells if 'slide' in c.metadata.get('tags', ())}
 
 
+def question_slides(
+    nb: dict,     # appendix 87, executed
+    wanted: list, # numbers of questions
+) -> str: # html
+    "Two slides for each question: what to vote on, and the answer with its reason"
+    shown = ''.join(printed(c) for c in nb.cells if c.cell_type == 'code')
+    boxes, parts = re.findall(r'<fieldset>(.*?)</fieldset>', shown, re.S), []
+    if wrong := [n for n in wanted if not 1 <= n <= len(boxes)]: sys.exit(f'There is no question {wrong[0]}: there are {len(boxes)}.')
+    for box in (boxes[n - 1] for n in wanted):
+        ask = f'<h3>{re.search("<legend>(.*?)</legend>", box)[1]}</h3>'
+        choices = ''.join(f'<p>{text}</p>' for text in re.findall(r'<input[^>]*>(.*?)</label>', box))
+        answer = re.search(r'<b class="no">(.*?)</b>(.*?)\(<a', box)
+        parts += [f'<section>{ask}{choices}</section>', f'<section>{ask}<p><b>{answer[1]}</b></p><p>{answer[2]}</p></section>']
+    return ''.join(parts)
+
+
+def document(body):
+    "A whole page of slides"
+    return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>mpcourse</title><style>{STYLE}</style></head>'
+            f'<body>{body}<script>{KEYS}</script></body></html>')
+
+
 def slides(
     found: list, # (chapter, executed notebook) pairs
 ) -> str: # a whole html document
@@ -104,21 +127,25 @@ def slides(
         for i, cell in enumerate(nb.cells):
             if cell.get('id') in chosen: parts.append(code_slide(ch.title, nb.cells, i))
             d = directives(cell.source)[0] if cell.cell_type == 'code' else {}
-            if 'fig-cap' in d and (shown := picture(cell, d.get('fig-alt', ''))):
-                parts.append(f'<section><h1>{escape(ch.title)}</h1>{shown}<p>{escape(d["fig-cap"])}</p></section>')
-    return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>mpcourse</title><style>{STYLE}</style></head>'
-            f'<body>{"".join(parts)}<script>{KEYS}</script></body></html>')
+            caption = d.get('fig-cap', '')
+            is_map = caption.startswith('You are here')     # it needs the page around it
+            if caption and not is_map and (shown := picture(cell, d.get('fig-alt', ''))):
+                parts.append(f'<section><h1>{escape(ch.title)}</h1>{shown}<p>{escape(caption)}</p></section>')
+    return document(''.join(parts))
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument('chapters', nargs='*', help='their numbers; by default all that were run')
     p.add_argument('--out', type=Path, default=Path('slides.html'))
+    p.add_argument('--pages', type=Path, default=ROOT/'_course', help='the folder where `make course` left the pages (%(default)s)')
+    p.add_argument('--questions', nargs='+', type=int, help='of appendix 87, by their numbers')
     a = p.parse_args()
     wanted = [ch for ch in chapters(ROOT/'nbs') if not a.chapters or ch.number in a.chapters]
-    found = [(ch, nb) for ch in wanted if (nb := executed(ch, ROOT/'_course')) is not None]
-    if not found: return 'None of these chapters has been run: run `make course` first.'
-    a.out.write_text(slides(found), encoding='utf-8')
+    found = [(ch, nb) for ch in wanted if (nb := executed(ch, a.pages)) is not None]
+    if not found: return f'None of these chapters has been run into {a.pages}: run `make course` first, or name the folder with --pages.'
+    page = document(question_slides(found[0][1], a.questions)) if a.questions else slides(found)
+    a.out.write_text(page, encoding='utf-8')
     print(f'The slides of {len(found)} chapters are in {a.out}')
 
 

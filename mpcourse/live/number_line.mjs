@@ -48,7 +48,7 @@ export function mount(root, data) {
     const share = u / step, chance = percent(Math.min(share, 1), 1);
     const one = state.mode === 'stochastic' && share < 1 ? `One step moves the weight with a chance of ${chance}.`
       : to === w ? 'The update is swallowed: w + u is w.' : `The next step goes to ${shown(to)}.`;
-    el.says.textContent = `The numbers are ${shown(step)} apart here. ${one} ` + (state.taken ? `After ${state.taken} ${state.taken > 1 ? 'steps' : 'step'} the weight ` +
+    el.says.textContent = `The numbers are ${shown(step)} apart above w. ${one} ` + (state.taken ? `After ${state.taken} ${state.taken > 1 ? 'steps' : 'step'} the weight ` +
       `moved by ${shown(w - start())}; in FP32 it would have moved by ${shown(state.taken * u)}.` : '');
     el.plot.setAttribute('aria-label', `The numbers of ${state.fmt.toUpperCase()} around the weight. ${el.says.textContent}`);
   }
