@@ -4,7 +4,7 @@ import importlib.util, json, sys
 import pytest
 from conftest import ROOT
 
-from tools.notebooks import code_cells, code_hash, imported
+from tools.notebooks import code_cells, imported
 
 pytest.importorskip('nbclient')
 spec = importlib.util.spec_from_file_location('claims', ROOT/'tools'/'claims.py')
@@ -106,7 +106,7 @@ def test_a_public_name_counts_as_its_module():
     assert imported('from mpcourse import GradScaler, MixedStep') == {'gradscaler', 'step'}
 
 
-def behind(path, root): return code_hash([source for _, _, source in code_cells(path)], root)
+def behind(path, root): return claims.claims_hash(path, root)
 
 
 def test_a_module_behind_a_module_counts(small_course, tmp_path):
@@ -125,6 +125,15 @@ def test_a_module_behind_a_module_counts(small_course, tmp_path):
         (pkg/f'{name}.py').write_text(text)
         assert behind(path, tmp_path) != old
         old = behind(path, tmp_path)
+
+
+def test_a_checker_and_a_figure_that_moves_run_no_training_again(small_course, tmp_path):
+    live = tmp_path/'mpcourse'/'live'
+    live.mkdir(parents=True)
+    def written(text, cell='x = 1'):
+        (live/'train.mjs').write_text(text)
+        return behind(small_course(_01_a=['# A', f"{cell}\nLive('train', {{}}, ax, '')", f"def check_x(f):\n    assert f() == 1, '{text}'"])/'01_a.ipynb', tmp_path)
+    assert written('one') == written('two') != written('two', 'x = 2')
 
 
 def test_an_interrupted_run_goes_on(small_course, command):

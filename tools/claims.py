@@ -86,6 +86,15 @@ def chapters(
     return [p for p in found if not wanted or names[p] & set(wanted)]
 
 
+def claims_hash(
+    path: Path, # of a notebook
+    root: Path=ROOT, # the folder that holds mpcourse/ and studies/
+) -> str: # twelve hexadecimal digits
+    "A fingerprint of what its claims depend on: not the checkers of its exercises, nor figures that move"
+    sources = [source for _, _, source in code_cells(path)]
+    return code_hash([s for s in sources if not re.search(r'^def check_', s, re.M)], root, figures=False)
+
+
 def key_of(code, v): return digest(code, str(v.env), versions(v.python), machine())
 
 
@@ -295,7 +304,7 @@ def plan(args) -> list: # of (path, variation)
 
 def run_missing(args, pairs, rows):
     "Run what is not there, or not of today's code; each row goes to the partial file at once"
-    codes = {p: code_hash([source for _, _, source in code_cells(p)]) for p in dict(pairs)}
+    codes = {p: claims_hash(p) for p in dict(pairs)}
     todo = [(p, v, key_of(codes[p], v)) for p, v in pairs]
     todo = [(p, v, key) for p, v, key in todo if rows.get((p.stem, v.name), {}).get('key') != key]
     partial = args.store.with_suffix('.partial.jsonl')

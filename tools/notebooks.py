@@ -73,6 +73,7 @@ def digest(*parts): return hashlib.sha256('\0'.join(parts).encode()).hexdigest()
 def code_hash(
     sources: list,    # of code cells
     root: Path=ROOT,  # the folder that holds mpcourse/ and studies/
+    figures: bool=True, # do figures that move count? They change a page, and no result
 ) -> str: # twelve hexadecimal digits
     "A fingerprint of what runs, not of what it says: cells, modules, figures that move, studies"
     package = root/'mpcourse'
@@ -80,6 +81,6 @@ def code_hash(
     files = set().union(*(module_files(m, package) for s in run for m in imported(s)))
     said = '\n'.join(run)
     data = [p for p in sorted((root/'studies').glob('*.json')) if p.stem in said]
-    if 'Live(' in said: data += sorted((package/'live').glob('*.mjs'))
+    if figures and 'Live(' in said: data += sorted((package/'live').glob('*.mjs'))
     code = [bare(s) for s in (*run, *(p.read_text(encoding='utf-8') for p in sorted(files)))]
     return digest(*code, *(p.read_text(encoding='utf-8') for p in data))
