@@ -13,7 +13,7 @@ from mpcourse.rounding import quantize
 from mpcourse.toys import ALPHABET, Data, batches, encode_text, evaluate, fit, get_toy, train_toy, windows
 
 KINDS = ['FP32', 'BF16', 'FP16', 'BF16 beside FP32 masters', 'BF16, rounded stochastically']
-RATES = {'1e-5': 1e-5, '1e-4': 1e-4}
+RATES = {'1e-5': 1e-5, '1e-4': 1e-4, '1e-3': 1e-3, '3e-3': 3e-3}
 ROWS = [f'{kind}, lr {lr}' for lr in RATES for kind in KINDS]
 SEEDS = range(10)
 

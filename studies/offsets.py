@@ -21,6 +21,8 @@ def fp16(x): return x.half().float()
 LOGITS = {
     'FP32': {}, 'FP32, no offset': dict(offset=0.), 'BF16 logits': dict(logits=bf16), 'BF16 logits, no offset': dict(logits=bf16, offset=0.),
     'BF16 hidden states': dict(hidden=bf16), 'BF16 hidden states and head': dict(hidden=bf16, head=bf16), 'FP16 logits': dict(logits=fp16), 'BF16 logits, offset 90': dict(logits=bf16, offset=90.),
+    'BF16 logits, offset 200': dict(logits=bf16, offset=200.), 'BF16 logits, offset 350': dict(logits=bf16, offset=350.),
+    'FP32, 480 steps': dict(steps=480), 'BF16 logits, 480 steps': dict(logits=bf16, steps=480),
     'BF16 logits, mean taken out before': dict(logits=bf16, centre='before'),
     'BF16 logits, mean taken out after': dict(logits=bf16, centre='after'),
     'BF16 logits, z-loss': dict(logits=bf16, z=1e-4), 'FP32, z-loss': dict(z=1e-4)}
@@ -30,7 +32,8 @@ VARIANCE = {
     'BF16 statistics, two passes': dict(cast=bf16, how='two passes'), 'BF16 statistics, shifted': dict(cast=bf16, how='shifted'),
     'BF16 statistics, clamped at 0': dict(cast=bf16, how='clamped'), 'BF16 statistics, epsilon .1': dict(cast=bf16, eps=.1),
     'FP32, mean 2000': dict(mean=2000.), 'FP32, mean 2000, two passes': dict(mean=2000., how='two passes'),
-    'BF16 statistics, mean 700, two passes': dict(cast=bf16, how='two passes', mean=700.)}
+    'BF16 statistics, mean 700, two passes': dict(cast=bf16, how='two passes', mean=700.),
+    'BF16 statistics, mean 700, subtracted before': dict(cast=bf16, how='two passes', mean=700., before=True)}
 MASK = {
     'FP32, -1e9': {}, 'FP16 scores, -1e9': dict(scores=torch.float16), 'FP16 but for the scores, -1e9': dict(rest=fp16),
     'FP32, -inf': dict(value=-math.inf), 'FP16 scores, -1e4': dict(scores=torch.float16, value=-1e4),
@@ -41,7 +44,7 @@ SCORES = {
     'FP16 scores, QK-norm': dict(scores=fp16, norm=True), 'FP32, QK-norm': dict(norm=True), 'FP16 scores, cap 50': dict(scores=fp16, cap=50.),
     'FP16 scores, QK-clip 100': dict(scores=fp16, clip=100.), 'FP16 scores, rate .03': dict(scores=fp16, lr=.03), 'FP32, rate .03': dict(lr=.03),
     'FP32, rate .003': dict(lr=.003), 'FP32, cap 50': dict(cap=50.), 'FP32, QK-clip 100': dict(clip=100.),
-    'FP32, rate .03, QK-norm': dict(lr=.03, norm=True)}
+    'FP32, rate .03, QK-norm': dict(lr=.03, norm=True), 'FP16 scores, rate .01': dict(scores=fp16, lr=.01), 'FP32, rate .01': dict(lr=.01)}
 KINDS = dict(logits=LOGITS, keys=KEYS, variance=VARIANCE, mask=MASK, scores=SCORES)
 ROWS = {f'{kind}: {name}': (kind, kw) for kind, rows in KINDS.items() for name, kw in rows.items()}
 SEEDS = range(10)
@@ -129,7 +132,8 @@ def keys(number, size):
         for name, kw in READ.items():
             said = net(x, size*direction, **kw)[:, BACK:].argmax(-1)
             found[name] = (said == x[:, :-BACK]).float().mean().item()
-    return found
+        own = net.qkv(net.symbol(x) + net.place.weight).chunk(3, -1)[1].norm(dim=-1).mean().item()
+    return {**found, 'length of a key': own}
 
 
 # --- a mean in the variance ---
@@ -147,12 +151,15 @@ def normalized(x, how, cast, eps):
     return (x - m)*(variance + eps).rsqrt()
 
 
-def variance(number, how='one pass', cast=exact, enter=exact, mean=8., eps=1e-5, steps=150):
+def variance(number, how='one pass', cast=exact, enter=exact, mean=8., eps=1e-5, before=False, steps=150):
     "Accuracy (0 where the loss was not finite), and the steps until then"
     with seeded(number): first, last = nn.Linear(64, 64), nn.Linear(64, 10)
     nn.init.constant_(first.bias, mean)
     opt, data = torch.optim.Adam([*first.parameters(), *last.parameters()], 1e-3), digits()
-    def net(x): return last(normalized(cast(enter(first(x.flatten(1)))), how, cast, eps).relu())
+    def net(x):
+        h = enter(first(x.flatten(1)))
+        if before: h = h - h.mean(-1, keepdim=True)
+        return last(normalized(cast(h), how, cast, eps).relu())
     for i, (x, y) in enumerate(batches(data, 64, steps, number)):
         loss = F.cross_entropy(net(x), y)
         if not loss.isfinite(): return dict(accuracy=0., steps=i)

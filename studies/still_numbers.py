@@ -3,17 +3,18 @@
 `norms`: digits, a net of frozen random layers, Adam; only the norms' weights are trained, and they are stored in a format after
 each step. `average`: an average of a net's weights with decay .999 over 3,000 steps. `v`: Adam's second moment, with
 twenty batches of thirty times the loss and 2,380 good ones behind them. `states`: Adam's states of the course's GPT in blocks of 256
-numbers, sixty steps. `integrator`: a recurrent net whose state moves by a 600th to a 2,400th of what comes, for 256 steps; it
+numbers, sixty steps. `heads`: v of the net that reads and draws (chapter 03's for the page, in FP32), 150 steps; `dynamic` are the 256
+numbers of bitsandbytes, whose steps grow with the number. `integrator`: a recurrent net whose state moves by a 600th to a 2,400th of what comes, for 256 steps; it
 learns the mean of its input. Everything else computes in FP32.
 """
 import math
 
-import torch
+import numpy as np, torch
 import torch.nn.functional as F
 from torch import nn
 
 from mpcourse.rounding import quantize
-from mpcourse.toys import batches, char_text, char_transformer, cross_entropy, digits, mlp, seed, seeded
+from mpcourse.toys import _page_score, _PageNet, batches, char_text, char_transformer, cross_entropy, digits, mlp, seed, seeded
 
 def nearest(dtype): return lambda x, g: x.to(dtype).float()
 def exact(x, g): return x.clone()
@@ -38,7 +39,11 @@ STATES = {
 INTEGRATOR = {
     'FP32': {}, 'BF16 state': dict(state=BF16), 'BF16 but for the state': dict(rest=BF16), 'FP16 state': dict(state=FP16),
     'BF16 state, rounded by chance': dict(state=by_chance), 'BF16 state without its start': dict(state=BF16, shifted=True)}
-KINDS = dict(norms=NORMS, average=AVERAGES, v=MOMENTS, states=STATES, integrator=INTEGRATOR)
+HEADS = {
+    'FP32': {}, 'INT8': dict(v='int8'), 'INT8 of the root of v': dict(v='int8', root=True), 'E4M3': dict(v='e4m3'),
+    'E4M3 of the root of v': dict(v='e4m3', root=True), 'dynamic': dict(v='dynamic'),
+    'INT8, epsilon 1e-4': dict(v='int8', eps=1e-4), 'FP32, epsilon 1e-4': dict(eps=1e-4)}
+KINDS = dict(norms=NORMS, average=AVERAGES, v=MOMENTS, states=STATES, heads=HEADS, integrator=INTEGRATOR)
 ROWS = {f'{kind}: {name}': (kind, kw) for kind, rows in KINDS.items() for name, kw in rows.items()}
 SEEDS = range(10)
 
@@ -122,11 +127,24 @@ def v(number, v=exact, m=exact, beta2=.999, lr=2e-4, steps=2500):
     with torch.no_grad(): return dict(loss=F.cross_entropy(net(x), y).item(), v_end=states[0][1].sum().item()/peak)
 
 
+def dynamic_numbers():
+    "0, 1, and in each of seven decades twice as many numbers as in the one below"
+    found = [torch.tensor([0., 1.])]
+    for k in range(7):
+        edges = torch.linspace(.1, 1, 2**(k + 1) + 1)
+        found.append((edges[1:] + edges[:-1])/2*10.**(k - 6))
+    return torch.cat(found).sort().values
+
+
+DYNAMIC = dynamic_numbers()
+
+
 def in_blocks(t, fmt, size=256):
     "A tensor in a format, with one scale for each block"
     blocks = F.pad(t.flatten(), (0, -t.numel() % size)).view(-1, size)
     top = blocks.abs().amax(1, keepdim=True).clamp(min=1e-38)
     if fmt == 'int8': blocks = (blocks/top*127).round()/127*top
+    elif fmt == 'dynamic': blocks = DYNAMIC[torch.bucketize(blocks/top, (DYNAMIC[1:] + DYNAMIC[:-1])/2)]*top
     else: blocks = quantize(blocks/top*448, fmt)/448*top
     return blocks.flatten()[:t.numel()].view_as(t)
 
@@ -150,6 +168,29 @@ def states(number, m=None, v=None, root=False, eps=1e-8, steps=60):
                 s[0] = in_blocks(first, m) if m else first
                 s[1] = in_blocks(second, v) if v else second
     return dict(loss=sum(losses[-10:])/10)
+
+
+@np.errstate(over='ignore', invalid='ignore')
+def heads(number, v=None, root=False, eps=1e-8, steps=150):
+    "Accuracy, the drawings' error, and the steps skipped because a gradient was not finite"
+    net, skipped = _PageNet('fp32', seed=seed(number), exact=False), 0
+    states = {name: [torch.zeros(w.shape), torch.zeros(w.shape)] for name, w in net.weights.items()}
+    for _ in range(steps):
+        x, y = net.batch()
+        grads = net.backward(net.weights, net.forward(net.weights, x), y, 1.)
+        if not all(np.isfinite(g).all() for g in grads.values()):
+            skipped += 1
+            continue
+        net.steps += 1
+        for name, s in states.items():
+            g = torch.from_numpy(grads[name])
+            s[0].mul_(.9).add_(.1*g)
+            s[1].mul_(.999).add_(.001*g*g)
+            move = s[0]/(1 - .9**net.steps)/((s[1]/(1 - .999**net.steps)).sqrt() + eps)
+            net.weights[name] -= net.lr*move.numpy()
+            if v: s[1] = in_blocks(s[1].sqrt(), v)**2 if root else in_blocks(s[1], v)
+    accuracy, error = _page_score(net)
+    return dict(accuracy=accuracy, error=error if math.isfinite(error) else math.inf, skipped=skipped)
 
 
 def integrator(number, state=exact, rest=exact, shifted=False, length=256, width=16, steps=60):
@@ -183,7 +224,7 @@ def integrator(number, state=exact, rest=exact, shifted=False, length=256, width
 def run(row, seed):
     "The numbers of its kind, one training"
     kind, kw = ROWS[row]
-    return dict(norms=norms, average=average, v=v, states=states, integrator=integrator)[kind](seed, **kw)
+    return dict(norms=norms, average=average, v=v, states=states, heads=heads, integrator=integrator)[kind](seed, **kw)
 
 
 if __name__ == '__main__':

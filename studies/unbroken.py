@@ -28,7 +28,9 @@ SWIGLU = {'FP32': {}, 'E4M3, delayed scale': dict(delayed=True)}
 STEPS = {'FP32': dict(cast=exact), 'BF16': dict(cast=bf16), 'always 0': dict(cast=torch.zeros_like)}
 SUM = {f'{n:,} in BF16': dict(n=n) for n in (256, 1024, 4096)} | {'1,024 in FP32': dict(n=1024, cast=exact), '4,096 in FP32': dict(n=4096, cast=exact),
                                                               '1,024 in BF16, by pairs': dict(n=1024, pairs=True),
-        '4,096 in BF16, true length': dict(n=4096, rescaled=True)}
+        '4,096 in BF16, true length': dict(n=4096, rescaled=True), '4,096 in FP32, .86 of the rate': dict(n=4096, cast=exact, rate=.43),
+        '4,096 in BF16, true length, 1.17 of the rate': dict(n=4096, rescaled=True, rate=.583),
+        '4,096 in BF16, 60 steps': dict(n=4096, train_steps=60), '4,096 in FP32, 60 steps': dict(n=4096, cast=exact, train_steps=60)}
 KINDS = dict(muon=MUON, norms=NORMS, four_six=FOUR_SIX, swiglu=SWIGLU, steps=STEPS, sum=SUM)
 ROWS = {f'{kind}: {name}': (kind, kw) for kind, rows in KINDS.items() for name, kw in rows.items()}
 SEEDS = range(10)
@@ -220,26 +222,29 @@ def added(gradients, cast, pairs):
     return total
 
 
-def sum_(number, n, cast=bf16, pairs=False, rescaled=False, train_steps=20):
-    "Cosine of the sum with the true one, the mean over the steps, and the loss on new digits"
+def sum_(number, n, cast=bf16, pairs=False, rescaled=False, rate=.5, train_steps=20):
+    "Cosine of the sum with the true one, its length over the true one's, means over the steps; loss and accuracy on new digits"
     net, data = mlp([64, 32, 10], seed=number), digits()
     names = [name for name, _ in net.named_parameters()]
     def loss(ps, x, y): return F.cross_entropy(torch.func.functional_call(net, ps, (x[None],)), y[None])
     each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))
     g = torch.Generator().manual_seed(seed(number))
-    cosines = []
+    cosines, lengths = [], []
     for _ in range(train_steps):
         i = torch.randint(len(data.train[0]), (n,), generator=g)
         grads = each({k: p.detach() for k, p in net.named_parameters()}, data.train[0][i], data.train[1][i])
         true = torch.cat([grads[k].sum(0).flatten() for k in names])
-        got = torch.cat([added(grads[k], cast, pairs).flatten() for k in names])
+        got = added(torch.cat([grads[k].flatten(1) for k in names], 1), cast, pairs)
         cosines.append(F.cosine_similarity(true, got, dim=0).item())
+        lengths.append((got.norm()/true.norm()).item())
         if rescaled: got = got*true.norm()/got.norm()
         with torch.no_grad():
-            flat = torch.nn.utils.parameters_to_vector(net.parameters()) - .5*got/n
+            flat = torch.nn.utils.parameters_to_vector(net.parameters()) - rate*got/n
             torch.nn.utils.vector_to_parameters(flat, net.parameters())
     x, y = data.valid
-    with torch.no_grad(): return dict(cosine=sum(cosines)/len(cosines), loss=F.cross_entropy(net(x), y).item())
+    with torch.no_grad(): out = net(x)
+    return dict(cosine=sum(cosines)/len(cosines), length=sum(lengths)/len(lengths), loss=F.cross_entropy(out, y).item(),
+                accuracy=(out.argmax(-1) == y).float().mean().item())
 
 
 def run(row, seed):

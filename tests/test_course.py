@@ -1,5 +1,5 @@
 "The runner and the README on small courses made on the spot; a cell that fails stops nothing"
-import os, subprocess, sys
+import ast, os, subprocess, sys
 
 import pytest
 from conftest import ROOT
@@ -160,6 +160,23 @@ def test_slides(ran):
     assert title.h2.text == 'Good' and len(figures) == 1
     assert figures[0].img['src'].startswith('data:image/png') and figures[0].p.text == 'Half of it *vanishes*'
     assert figures[0].img['alt'] == 'a line through the origin'
+
+
+def test_slides_of_code(small_course):
+    from tools.slides import narrow, slides, tagged
+    nbs = small_course(_01_a=['# A\n\n> P.', f'%md {"far "*60} away. One. So `f` [doubles](x.ipynb) x < 9:', '#| code-fold: true\ny = 1', '#| echo: true\ndef f(x): return 2*x      # twice\nf(y)', 'f(4)'])
+    nb = nbformat.read(nbs/'01_a.ipynb', as_version=4)
+    for c in nb.cells[3:]: c.metadata.tags = ['slide']
+    nbformat.write(nb, nbs/'01_a.ipynb')
+    nb.cells[3].outputs = [nbformat.v4.new_output('stream', text='<2>\n'), nbformat.v4.new_output('stream', name='stderr', text='a warning')]
+    _, first, second = BeautifulSoup(slides([(C.read_chapter(nbs/'01_a.ipynb'), nb)]), 'html.parser').select('section')
+    assert [e.text for e in first.select('p, pre')] == ['One. So f doubles x < 9:', 'def f(x): return 2*x  # twice\nf(y)', '<2>'] and first.p.code.text == 'f'
+    assert [e.text for e in second.select('p, pre')] == ['f(4)'] # other code stands before it
+    for ch in C.chapters():
+        if ch.number not in ('04', '05', '07', '08', '09', '10'): continue
+        codes = [c.source for c in nbformat.read(ch.path, as_version=4).cells if c.id in tagged(ch.path)]
+        assert 3 <= len(codes) <= 8, ch.stem
+        for code in codes: assert ast.dump(ast.parse(narrow(code))) == ast.dump(ast.parse(code))
 
 
 def test_checkers_and_imports_are_folded(ran):

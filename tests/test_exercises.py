@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NBS, each
+from conftest import NBS, ROOT, each
 from fastai.basics import Callback
 
 import mpcourse.all as library
 
-from tools.exercises import checkers
+from tools.exercises import all_exercises, checkers, definitions
 
 WRONG = {
     # 01: one power too early
@@ -625,6 +625,141 @@ WRONG = {
             if bad: raise FloatingPointError('A gradient is not finite.')
             return loss.detach()"""),
     'check_chance': ('lambda vs: .5**len(vs)', 'lambda vs: 2*.5**len(vs) if min(vs) > 0 or max(vs) < 0 else 1.'),
+    # 85: 0x7f, which is NaN, for what is a little too large; exponents of their own for the subnormals
+    'check_encode_e4m3': ("""
+        def encode_e4m3(x):
+            e = max(math.frexp(x)[1] - 1, -6) if x else -6
+            return 128*(math.copysign(1, x) < 0) + min(8*(e + 6) + round(math.ldexp(abs(x), 3 - e)), 0x7f)""", """
+        def encode_e4m3(x):
+            m = min(abs(x), 448.)
+            e = math.frexp(m)[1] - 1 if m else -6
+            return 128*(math.copysign(1, x) < 0) + 8*(e + 6) + round(math.ldexp(m, 3 - e))"""),
+    # 85: a middle that a tie rounds down; the other side of the right one
+    'check_twice_up': ('lambda: .5*2**-16 + 2.**-26', 'lambda: 1.5*2**-16 + 2.**-26'),
+    # 85: the textbook's formula; adds 1 first, and overflows
+    'check_safe_bce': ('lambda pred, y: -(y*pred.sigmoid().log() + (1 - y)*(1 - pred.sigmoid()).log()).mean()',
+                       'lambda pred, y: (1 + torch.where(y > 0, -pred, pred).exp()).log().mean()'),
+    # 85: to the nearest; away from zero, whatever was rounded
+    'check_by_chance': ("""
+        def by_chance(model, xb, yb, opt, loss_func):
+            loss = plain_step(model, xb, yb, opt, loss_func)
+            for p in model.parameters(): p.data.copy_(p.half())
+            return loss""", """
+        def by_chance(model, xb, yb, opt, loss_func):
+            loss = plain_step(model, xb, yb, opt, loss_func)
+            for p in model.parameters(): p.data.copy_(quantize(p + p.sign()*2**-12*torch.rand_like(p), 'fp16'))
+            return loss"""),
+    # 85: clips what still carries the scale
+    'check_clipped_recipe': """
+        def clipped_recipe(master, model, opt, x, y, S):
+            loss = F.cross_entropy(model(x.half()).float(), y)
+            (loss*S).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)
+            for m, p in zip(master.parameters(), model.parameters()): m.grad, p.grad = p.grad.float()/S, None
+            if all(m.grad.isfinite().all() for m in master.parameters()): opt.step()
+            for m, p in zip(master.parameters(), model.parameters()): p.data.copy_(m)
+            return loss.item()""",
+    # 85: FP16's number of digits; forgets the steps that are no power of two
+    'check_rests_at': ('lambda u: 2.**math.ceil(math.log2(u) + 11)', 'lambda u: u*2**8'),
+    # 85: takes 448 for the edge; returns a window that is empty
+    'check_window_e4m3': ("""
+        def window_e4m3(lo, hi):
+            low, high = math.floor(-10 - math.log2(lo)) + 1, math.floor(math.log2(448/hi))
+            return (low, high) if low <= high else None""", """
+        def window_e4m3(lo, hi): return math.floor(-10 - math.log2(lo)) + 1, math.floor(math.log2(464/hi))"""),
+    # 85: the largest number for an infinity; zero times NaN
+    'check_to_master_holes': ('lambda g, scale: (g.float().nan_to_num()/scale, int((~g.isfinite()).sum()))',
+                              'lambda g, scale: (g.float()*g.isfinite()/scale, int((~g.isfinite()).sum()))'),
+    # 85: each part counts once, whatever its size
+    'check_ragged_step': """
+        def ragged_step(model, parts, opt, loss_func, scaler):
+            stats = StepController(scaler)
+            opt.zero_grad()
+            for x, y in parts:
+                loss = loss_func(model(x).float(), y)/len(parts)
+                scaler.scale_loss(loss).backward()
+                stats.see_loss(loss)
+            stats.unscale_(named_gradients(opt, model))
+            take_step(opt, stats.decide())""",
+    # 85: patient again after every clean step; after every loss of an octave
+    'check_patient': ("""
+        def patient(trace, k, interval, patience):
+            out, clean, left = [], 0, patience
+            for bad in trace:
+                clean, left = (0, left - 1) if bad else (clean + 1, patience)
+                if bad and left <= 0: k -= 1
+                if clean == interval: k, clean = k + 1, 0
+                out.append(k)
+            return out""", """
+        def patient(trace, k, interval, patience):
+            out, clean, left = [], 0, patience
+            for bad in trace:
+                clean, left = (0, left - 1) if bad else (clean + 1, left)
+                if bad and left <= 0: k, left = k - 1, patience
+                if clean == interval: k, clean, left = k + 1, 0, patience
+                out.append(k)
+            return out"""),
+    # 85: traces of the full length only
+    'check_shortest': """
+        def shortest(a, b, longest):
+            def scales(name, trace): return follow_rule(name, trace, dict(scale=2.**16), interval=3)
+            traces = [f'{i:0{longest}b}' for i in range(2**longest)]
+            return next((t for t in traces if scales(a, t) != scales(b, t)), None)""",
+    # 85: a part of a window; growth counted as a sum
+    'check_small_steps_back': ('lambda octaves, window, growth: round(window*octaves*math.log(2)/math.log(growth))',
+                               'lambda octaves, window, growth: window*math.ceil(octaves/(growth - 1))'),
+    # 85: multiplies in FP16; the mean of the cosines of the tensors
+    'check_true_cosine': ("""
+        def true_cosine(a, b):
+            a, b = torch.cat(a), torch.cat(b)
+            return ((a*b).sum()/((a*a).sum().sqrt()*(b*b).sum().sqrt())).item()""", """
+        def true_cosine(a, b):
+            return sum(F.cosine_similarity(x.double(), y.double(), dim=0).item() for x, y in zip(a, b))/len(a)"""),
+    # 85: asks no gradient of the input; takes the last module on the way back
+    'check_first_bad_backward': tuple(f"""
+        def first_bad_backward(model, x):
+            found, names = [], {{m: n for n, m in model.named_modules()}}
+            def finite(grads): return all(g.isfinite().all() for g in grads if g is not None)
+            def look(m, grad_in, grad_out):
+                if {odd} and not finite(grad_in): found.append(names[m])
+            handles = [m.register_full_backward_hook(look) for m in names]
+            try: model({x}).sum().backward()
+            except RuntimeError: pass
+            finally: [h.remove() for h in handles]
+            return found[{which}] if found else None"""
+        for odd, x, which in (('finite(grad_out)', 'x', 0), ('m in names', 'x.clone().requires_grad_()', -1))),
+    # 85: divides by all; lowers the scale where there was nothing
+    'check_without_bad': ("""
+        def without_bad(scaler, opt, losses):
+            opt.zero_grad()
+            good = [l for l in (l() for l in losses) if l.isfinite()]
+            for l in good: scaler.scale(l/len(losses)).backward()
+            if good: scaler.step(opt), scaler.update()""", """
+        def without_bad(scaler, opt, losses):
+            opt.zero_grad()
+            good = [l for l in (l() for l in losses) if l.isfinite()]
+            for l in good: scaler.scale(l/len(good)).backward()
+            if good: scaler.step(opt)
+            scaler.update(None if good else scaler.get_scale()/2)"""),
+    # 85: the sum over the layers; grows where nothing was seen
+    'check_als_vote': ('lambda k, u, l, t: k - 1 if u.sum() > t*(u + l).sum() else k + 1',
+                       'lambda k, u, l, t: k - 1 if (u/(u + l) > t).any() else k + 1'),
+    # 85: one end only, this or that
+    'check_spoiled_share': ('lambda sigma, factor: math.erf(2**-10/(sigma*factor*2**.5))',
+                            'lambda sigma, factor: math.erfc(464/(sigma*factor*2**.5))'),
+    # 85: the sum's factors; a gradient as large as the one that came in
+    'check_mean_factors': ('lambda n: (n**-.5, 1)', 'lambda n: (n**.5, 1)'),
+    # 85: the standard's floor, which cuts; forgets the byte
+    'check_shared_exponent_e2m1': ('lambda amax: max(math.floor(math.log2(amax)) - 2, -127) if amax else -127',
+                                   'lambda amax: math.ceil(math.log2(amax/6)) if amax else -127'),
+    # 85: uphill
+    'check_still_falling': "lambda decay, fmt: quantize(torch.tensor(2 - decay), fmt).item() == 1",
+    # 85: what all keys share, which is nothing here; keys as they are
+    'check_store_loud': ("""
+        def store_loud(keys):
+            rest = keys - keys.mean(0)
+            scale = rest.abs().amax(-1, keepdim=True)/7
+            return (rest/scale).round()*scale""", 'lambda keys: keys'),
 }
 
 
@@ -667,6 +802,36 @@ def test_is_documented_and_used(name):
     assert any(len(re.findall(rf'\b{name}\(', t)) >= 2 for t in texts), f'no solution is given to {name}'
 
 
+def marked():
+    "The marked exercises, in the column of the table of sessions and below it: '01.2'"
+    text = (ROOT/'nbs/96_teaching.ipynb').read_text(encoding='utf-8')
+    sessions = '\n'.join(re.findall(r'^ *"\| [1-8] [A-Z].*$|exercises 29\.1 and 30\.2', text, re.M))
+    return set(re.findall(r'\b\d\d\.\d\b', sessions))
+
+
+def variants():
+    "Original and variant of each marked exercise"
+    known = {e.id: e for e in all_exercises()}
+    for e in known.values():
+        of = re.search(r'A variant of \[(\d\d\.\d)\]', e.task)
+        if of: yield known[of[1]], e
+
+
+def test_every_marked_exercise_has_a_variant():
+    assert {o.id for o, _ in variants()} == marked() and len(marked()) == 21
+    assert [v.level for _, v in variants()] == [o.level for o, _ in variants()]
+
+
+@each('original, variant', variants())
+def test_the_solution_of_the_original_does_not_pass_its_variant(original, variant):
+    check = checkers(original.notebook)[original.check]
+    names = dict(check.__globals__)
+    exec(definitions(original.solution), names)
+    check(names[original.name])
+    with pytest.raises(Exception) as e: CHECKS[f'check_{variant.check}'](names[original.name])
+    assert not isinstance(e.value, NameError), e.value
+
+
 def test_a_climber_that_asks_the_host_is_rejected():
     "10: remembers in a buffer, but an `if` on a tensor makes the host wait"
     wrong = answer("""
@@ -707,13 +872,14 @@ def test_the_course_s_own_solutions_pass_and_its_stubs_do_not():
 
 def test_solutions_are_gone_from_a_handout_and_hidden_in_jupyterlab(tmp_path):
     import nbformat
-    from tools.exercises import all_exercises, notebooks, read, strip
+    from tools.exercises import all_exercises, mark, notebooks, read, strip
     for n in notebooks():
         strip(n, tmp_path)
         nbformat.validate(nbformat.read(tmp_path/n.name, as_version=4))
         before, after = ('\n'.join(c.source for c in read(p)) for p in (n, tmp_path/n.name))
         assert '## Solution' not in after and before.count('your turn') == after.count('your turn'), n.name
         assert before.count('def check_') == after.count('def check_')
+        if 'your turn' in after: assert {r['state'] for r in mark(tmp_path/n.name)['exercises']} == {'not tried'}, n.name
     solutions = {e.solution for e in all_exercises()}
     hidden = {c.source for n in notebooks() for c in read(n) if c.metadata.get('jupyter') == {'source_hidden': True}}
     assert all(any(h in s for h in hidden) for s in solutions) and len(hidden) >= len(solutions)
@@ -750,6 +916,25 @@ def test_marks_of_a_class(tmp_path):
     assert lines[0].startswith('4 submissions') and lines[1].startswith('01.1  right 1, wrong 3, not tried 0; most often (2)')
     table = tmp_path/'marks.csv'
     write_csv(marks, table)
-    rows = [r.split(',') for r in table.read_text().splitlines()]
+    rows = [r.split(',') for r in table.read_text('utf-8-sig').splitlines()]
     assert rows[0][:4] == ['file', 'points', 'of', '01.1'] and [r[3] for r in rows[1:]] == ['right', 'wrong', 'wrong', 'wrong']
     with pytest.raises(SystemExit, match='chapter'): mark_folder(tmp_path)
+
+
+def test_submissions_as_they_come(tmp_path):
+    "Names and folders as Moodle makes them, helpers in other cells, lines of IPython's, files that are no notebooks, an endless loop"
+    from nbformat.v4 import new_code_cell, new_notebook, writes
+    from tools.exercises import mark_folder
+    said = tmp_path/'Ben Ek_12_assignsubmission_file'
+    (tmp_path/'__MACOSX').mkdir()
+    (tmp_path/'__MACOSX/._01.py').write_text('')
+    said.mkdir()
+    cells = 'def twice(n): return 2*n', '%%time\ndef stuck_at(man_bits):\n    return twice(2**man_bits)\n!pip list'
+    (tmp_path/'Anna Müller_11_assignsubmission_file_01.ipynb').write_text(writes(new_notebook(cells=[new_code_cell(c) for c in cells])))
+    (said/'01_mine.py').write_text('import subprocess, sys\ndef stuck_at(n):\n    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])\n    while True: pass')
+    (tmp_path/'Cleo_13_assignsubmission_file_01.ipynb').write_bytes(b'\x00 no notebook')
+    (tmp_path/'Dora_14_assignsubmission_file_homework.py').write_text('')
+    marks = mark_folder(tmp_path, seconds=4, workers=2, patience=2)
+    anna, ben, cleo, dora = (next(m for n, m in marks.items() if n.startswith(who)) for who in ('Anna', 'Ben', 'Cleo', 'Dora'))
+    assert len(marks) == 4 and [m['points'] for m in (anna, ben, cleo, dora)] == [1, 0, 0, 0], marks
+    assert '4 s' in ben['exercises'][0]['says'] and 'JSON' in cleo['says'] and cleo['of'] == 6 and '--chapter' in dora['says']

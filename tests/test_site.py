@@ -112,6 +112,16 @@ def test_widgets_become_html():
     assert 'not run here' in nb.cells[3].outputs[0].data['text/html'] and not nb.metadata.get('widgets')
 
 
+def test_a_runtime_without_a_gpu_runs_every_cell(tmp_path):
+    "In the notebooks for Colab what needs a GPU stands behind a question, and is still Python"
+    from tools import runtime
+    runtime.write(tmp_path)
+    cells = [c.source for p in tmp_path.glob('*.ipynb') for c in nbformat.read(p, as_version=4).cells if c.cell_type == 'code']
+    guarded = [s for s in cells if re.search(r'^ *#\| *cuda', s, re.M)]
+    assert len(guarded) > 5
+    for s in guarded: compile(s, 'cell', 'exec'); assert s.startswith('import torch\nif torch.cuda.is_available():\n')
+
+
 def test_a_table_in_a_widgets_json_stays_json():
     import json
     html = f'<script type="application/json">{json.dumps({"frames": ["<table><tr>"]})}</script>'

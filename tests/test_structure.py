@@ -286,7 +286,7 @@ def test_outputs_are_few_small_and_clean(path):
         if path.stem != 'index': assert not outs, 'notebooks are committed without outputs'
         text = json.dumps(outs)
         assert len(text) < 300_000 and '"stderr"' not in text and str(Path.home()) + '/' not in text and '/site-packages/' not in text
-        assert c.get('metadata', {}) in ({}, {'jupyter': {'source_hidden': True}}, {'jp-MarkdownHeadingCollapsed': True})
+        assert c.get('metadata', {}) in ({}, {'jupyter': {'source_hidden': True}}, {'jp-MarkdownHeadingCollapsed': True}, {'tags': ['slide']})
 
 
 @notebooks

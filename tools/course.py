@@ -22,7 +22,7 @@ from tools.pages import directives, index_html, page_html
 
 THREADS = [f'{v}_NUM_THREADS' for v in ('OMP', 'MKL', 'OPENBLAS', 'NUMEXPR')]
 PARTS = {0: '', 1: 'Part I · Numbers and failures', 5: 'Part II · Training in FP16', 13: 'Part III · Choosing and watching',
-         23: 'Part IV · Few bits', 29: 'Part V · What breaks today', 33: 'Part VI · Deciding', 86: 'Appendix'}
+         23: 'Part IV · Few bits', 29: 'Part V · What breaks today', 33: 'Part VI · Deciding', 85: 'Appendix'}
 
 
 # --- chapters ---

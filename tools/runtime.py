@@ -3,8 +3,9 @@
 The deploy job keeps them on the branch `runtime`, where the site's links lead. To try one here, in an empty environment
 with Jupyter: `MPCOURSE_REPO=$PWD jupyter execute OUT/02_rounding.ipynb`.
 """
-import sys
+import re, sys
 from pathlib import Path
+from textwrap import indent
 
 import nbformat
 from nbformat.v4 import new_code_cell
@@ -31,6 +32,14 @@ def links(
     return f'Run it now: [Colab]({colab}) · [Binder]({binder})'
 
 
+def where_it_runs(
+    source: str, # of a cell
+) -> str: # the same, or guarded
+    "What needs a GPU runs where there is one: a runtime without one goes on behind it"
+    if not re.search(r'^#\| *cuda', source, re.M): return source
+    return 'import torch\nif torch.cuda.is_available():\n' + indent(source, '    ')
+
+
 def write(
     out: Path, # a folder
 ):
@@ -38,6 +47,7 @@ def write(
     out.mkdir(parents=True, exist_ok=True)
     for ch in chapters(ROOT/'nbs'):
         nb = nbformat.read(ch.path, as_version=4)
+        for c in nb.cells: c.source = where_it_runs(c.source)
         nb.cells.insert(1, new_code_cell(INSTALL))
         nbformat.write(nb, out/ch.path.name)
 

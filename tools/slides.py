@@ -1,25 +1,37 @@
-"""Slides from the figures of the chapters that `make course` ran: `python -m tools.slides 04 07 --out slides.html`
+"""Slides of the chapters that `make course` ran: `python -m tools.slides 04 07 --out slides.html`
 
-A figure and its caption, which is its finding as a sentence, make a slide. The page needs nothing else. The arrow keys turn
-the slides, figures that move work in the page, and a print has one slide on each sheet.
+A figure and its caption, which is its finding as a sentence, make a slide. A cell with the tag `slide` makes one of the
+sentence before it, its code and what it printed. The page needs nothing else. The arrow keys turn the slides, figures that
+move work in the page, and a print has one slide on each sheet.
 """
-import argparse, sys
+import argparse, re, sys
 from html import escape
 from pathlib import Path
 
-from tools.course import ROOT, chapters, executed
-from tools.pages import directives
+import nbformat
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 
-STYLE = '''html { scroll-snap-type: y mandatory; } body { margin: 0; font: 1.5rem/1.4 system-ui, sans-serif; color: #1d2530; background: #fff; }
-section { box-sizing: border-box; min-height: 100vh; scroll-snap-align: start; page-break-after: always; padding: 3vh 6vw;
+from tools.course import ROOT, chapters, executed
+from tools.pages import directives, is_hidden, markdown, Renderer
+
+FORMAT = HtmlFormatter(style='xcode', nowrap=True)
+STYLE = FORMAT.get_style_defs('pre.code') + '''
+html { scroll-snap-type: y mandatory; } body { margin: 0; font: 1.5rem/1.4 system-ui, sans-serif; color: #1d2530; background: #fff; }
+section { box-sizing: border-box; min-height: 100vh; scroll-snap-align: start; page-break-after: always; padding: 3vh 4vw;
   display: flex; flex-direction: column; justify-content: center; }
-h1 { font-size: 1.1rem; color: #5b6675; font-weight: 400; } h2 { font-size: 3rem; margin: 0; }
+h1 { font-size: 1.1rem; color: #5b6675; font-weight: 400; margin: .5rem 0; } p { margin: .7rem 0; } h2 { font-size: 3rem; margin: 0; }
+pre { font: 1.2rem/1.35 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre-wrap; margin: .4rem 0; padding: .6rem .9rem; }
+pre.code { background: #f5f6f8; } pre.out { border-left: .3rem solid #D55E00; }
+table { border-collapse: collapse; align-self: start; } td, th { padding: .2rem .9rem; text-align: right; border: 0; border-bottom: 1px solid #c9ced6; }
 section > img, .mp-live > img { max-width: 100%; max-height: 62vh; object-fit: contain; margin: auto; display: block; width: min(100%, 70rem); }'''
 KEYS = '''addEventListener('keydown', e => {
   const step = { ArrowRight: 1, PageDown: 1, ArrowLeft: -1, PageUp: -1 }[e.key];
   if (!step || e.target.matches('input, select, textarea')) return;
   e.preventDefault();
-  scrollTo(0, (Math.round(scrollY / innerHeight) + step) * innerHeight);
+  const all = [...document.querySelectorAll('section')], at = all.filter(s => s.offsetTop <= scrollY + 9).length - 1;
+  all[Math.min(Math.max(at + step, 0), all.length - 1)].scrollIntoView();   // some figures are higher than the screen
 });'''
 
 
@@ -33,14 +45,64 @@ def picture(cell, alt):
     return ''
 
 
+def ending(text, most=250):
+    "The last sentence of a paragraph, and those before it that fit into so many characters"
+    sentences = re.split(r'(?<=[.?!]) (?=[^a-z])', text)
+    kept = sentences.pop()
+    while sentences and len(sentences[-1]) + len(kept) < most: kept = f'{sentences.pop()} {kept}'
+    return kept
+
+
+def sentence(cells, i):
+    "What is said just before a cell, as html; '' where other code that is shown stands between"
+    for c in reversed(cells[:i]):
+        if c.cell_type == 'markdown':
+            plain = re.sub(r'\[([^]]+)\]\([^)]*\)', r'\1', c.source.strip().split('\n')[-1])
+            return markdown(ending(plain), Renderer(ROOT/'nbs', None), inline=True)
+        d = directives(c.source)[0]
+        if not is_hidden(d) and not d.get('code-fold'): break
+    return ''
+
+
+def printed(cell):
+    "What a cell printed, as html"
+    parts = []
+    for out in cell.get('outputs', []):
+        data = out.get('data', {})
+        if out.get('name') == 'stdout' or 'text/plain' in data and 'text/html' not in data:
+            parts.append(f'<pre class="out">{escape(out.get("text") or data.get("text/plain")).rstrip()}</pre>')
+        parts += [''.join(data.get('text/html', ''))]
+    return ''.join(parts)
+
+
+def narrow(code):
+    "Code whose comments stand close to it, or above it where the line would be wrapped"
+    code = re.sub(r' {3,}#', '  #', code)
+    return re.sub(r'^(?=.{96})( *)(\S.*?) +(# [^\'"\n]*)$', r'\1\3\n\1\2', code, flags=re.M)
+
+
+def code_slide(title, cells, i):
+    "The sentence before a cell, its code, and what it printed"
+    said = sentence(cells, i)
+    shown = highlight(narrow(directives(cells[i].source)[1].strip()), PythonLexer(), FORMAT).rstrip()
+    return f'<section><h1>{escape(title)}</h1>{said and f"<p>{said}</p>"}<pre class="code">{shown}</pre>{printed(cells[i])}</section>'
+
+
+def tagged(path):
+    "The ids of the cells with the tag `slide`, as the notebook has them now"
+    return {c.id for c in nbformat.read(path, as_version=4).cells if 'slide' in c.metadata.get('tags', ())}
+
+
 def slides(
     found: list, # (chapter, executed notebook) pairs
 ) -> str: # a whole html document
-    "A title for each chapter, then its figures with their captions"
+    "A title for each chapter, then its figures with their captions, and the code of its tagged cells"
     parts = []
     for ch, nb in found:
         parts.append(f'<section><h1>{escape(ch.number)}</h1><h2>{escape(ch.title)}</h2><p>{escape(ch.promise)}</p></section>')
-        for cell in nb.cells:
+        chosen = tagged(ch.path)
+        for i, cell in enumerate(nb.cells):
+            if cell.get('id') in chosen: parts.append(code_slide(ch.title, nb.cells, i))
             d = directives(cell.source)[0] if cell.cell_type == 'code' else {}
             if 'fig-cap' in d and (shown := picture(cell, d.get('fig-alt', ''))):
                 parts.append(f'<section><h1>{escape(ch.title)}</h1>{shown}<p>{escape(d["fig-cap"])}</p></section>')

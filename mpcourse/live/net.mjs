@@ -1,4 +1,5 @@
-// A net that trains in the page, in a format and with a loss scale: chapter 03's two heads with pictures of 32 × 32 pixels.
+// A net that trains in the page, in a format and with a loss scale: chapter 03's two heads with pictures of 32 × 32 pixels, or its
+// deep sigmoid net.
 // Products and sums are float32 in the order of k, rounded once, as a tensor core does: Python's twin in chapter 05 gets the same bits.
 // `engine` uses nothing from outside, because its text is the worker's; `random` is base.mjs's. KERNEL is mm.wat, compiled.
 export function engine(random) {
@@ -6,14 +7,19 @@ export function engine(random) {
   const f32 = Math.fround, B = 256, SIDE = 32, PIXELS = SIDE ** 2, WEIGHT = .01 * PIXELS / 4096;   // chapter 03's gradient per pixel
   const FORMATS = {                                         // bits of the fraction, least exponent, largest number, what lies beyond
     fp32: [], fp16: [10, -14, 65504, Infinity], bf16: [7, -126, 2 ** 127 * (2 - 2 ** -7), Infinity], e4m3: [3, -6, 448, 448] };
-  const LAYERS = [['body.1', 'x', 64, true], ['body.2', 'body.1', 64, true], ['name', 'body.2', 16, false],      // name, source, outputs, ReLU
-    ['draw.1', 'body.2', 64, true], ['draw.2', 'draw.1', 64, true], ['draw.3', 'draw.2', PIXELS, false]];       // name has ten, and six zeros
+  const NETS = {                                            // name, source, outputs, activation; `name` has ten outputs, and six zeros
+    heads: [['body.1', 'x', 64, 'relu'], ['body.2', 'body.1', 64, 'relu'], ['name', 'body.2', 16],
+      ['draw.1', 'body.2', 64, 'relu'], ['draw.2', 'draw.1', 64, 'relu'], ['draw.3', 'draw.2', PIXELS]],
+    sigmoids: [...[1, 2, 3, 4, 5, 6, 7].map(i => [`layer ${i}`, i > 1 ? `layer ${i - 1}` : 'x', 64, 'sigmoid']), ['name', 'layer 7', 16]] };
 
+  const TAYLOR = [479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2, 1, 1].map(c => 1 / c);
   // exp and log from + − × ÷ and powers of two, because each machine's own may differ in the last bit
   function exp(x) {
     const n = Math.floor(x * 1.4426950408889634 + .5), r = x - n * 0.6931471803691238 - n * 1.9082149292705877e-10;
     if (n <= -1000) return 0;
-    return [479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2, 1, 1].reduce((p, c) => p * r + 1 / c, 1 / 6227020800) * 2 ** n;
+    let p = 1 / 6227020800;
+    for (let i = 0; i < 13; i++) p = p * r + TAYLOR[i];
+    return p * 2 ** n;
   }
   function log(x) {                                         // of a sum of ten, the largest of which is 1
     let e = 0, p = 1 / 21;
@@ -22,6 +28,9 @@ export function engine(random) {
     for (let k = 19; k > 0; k -= 2) p = p * q + 1 / k;
     return e * 1.9082149292705877e-10 + (2 * s * p + e * 0.6931471803691238);
   }
+  /** What pushes digits out of a double, for each exponent of a float32: added, and taken away. */
+  const pushers = (fmt, [bits, least] = FORMATS[fmt]) => Float64Array.from({ length: 256 }, (_, e) => 1.5 * 2 ** (Math.max(e - 127, least) - bits + 52));
+  const E4M3 = pushers('e4m3');
   const bytes = text => Uint8Array.from(atob(text), c => c.charCodeAt(0));
   /** The digits of `train_data`: pixels 0…16, then classes, deflated. */
   async function unpack({ digits, train, valid }) {
@@ -31,8 +40,8 @@ export function engine(random) {
   }
   /** A net with its data. Without WebAssembly (or `plain`) JavaScript computes the same, five times slower. */
   function build(data, given = {}, plain = false) {
-    const o = { fmt: 'fp16', k: 0, seed: 0, lr: 3e-3, masters: true, moves: false, bad: 0, ...given };
-    const layers = LAYERS.map(([name, src, n, relu]) => ({ name, src, n, relu, real: name === 'name' ? 10 : n, seen: new Uint8Array(B * n) }));
+    const o = { fmt: 'fp16', k: 0, seed: 0, lr: 3e-3, masters: true, moves: false, bad: 0, net: 'heads', xavier: false, v: 'fp32', ...given };
+    const layers = NETS[o.net].map(([name, src, n, act]) => ({ name, src, n, act, real: name === 'name' ? 10 : n, seen: new Uint8Array(B * n) }));
     const N = data.train + data.valid, rows = Math.max(B, data.valid + 7 & ~7), outputs = layers.reduce((s, l) => s + l.n, 0), total = 65 * outputs;
     const size = 1024 + N * (64 + PIXELS) + 6 * total + 2 * rows * (outputs + 256);
     let inner, buffer;
@@ -63,17 +72,19 @@ export function engine(random) {
       for (let q = 0; q < N; q++) f[T + q * PIXELS + i] = (1 - v) * across(X + 64 * q, y0) + v * across(X + 64 * q, y1);
     }
     const draw = random(o.seed);
-    for (const l of layers)                                 // PyTorch's own initial weights: uniform in ±1/√64
-      for (let i = 0; i < 65; i++) for (let j = 0; j < l.real; j++) f[master + l.w + i * l.n + j] = (2 * draw() - 1) / 8;
+    for (const l of layers) {                               // PyTorch's own initial weights, uniform in ±1/√64, or Xavier's with a gain of 4
+      const most = o.xavier ? 4 * Math.sqrt(6 / (64 + l.real)) : 1 / 8;
+      for (let i = 0; i < 65; i++) for (let j = 0; j < l.real; j++) f[master + l.w + i * l.n + j] = (2 * draw() - 1) * (o.xavier && i === 64 ? 0 : most);
+    }
 
-    let bits, least, most, beyond, magic;
+    let most, beyond, magic;
     function set(change) {
       Object.assign(o, change);
-      [bits, least, most, beyond] = FORMATS[o.fmt];
-      magic = o.fmt !== 'fp32' && Float64Array.from({ length: 256 }, (_, e) => 1.5 * 2 ** (Math.max(e - 127, least) - bits + 52));
+      [, , most, beyond] = FORMATS[o.fmt];
+      magic = o.fmt !== 'fp32' && pushers(o.fmt);
     }
     set({});
-    /** Round n numbers: a large one, added and taken away, pushes digits out of a double. Returns how many are too large; seen: 1 not zero, 2 too large. */
+    /** Round n numbers. Returns how many are too large; seen: 1 not zero, 2 too large. */
     function round(p, n, seen) {
       let large = 0;
       if (magic) for (let i = 0; i < n; i++, p++) {
@@ -94,12 +105,18 @@ export function engine(random) {
     }
 
     function forward(rows, weights, rounded) {
-      for (const { src, n, relu, w, bias, A } of layers) {
+      for (const { src, n, act, w, bias, A } of layers) {
         const size = rows * n;
         for (let r = 0; r < size; r += n) f.copyWithin(A + r, weights + bias, weights + bias + n);
         mm(A, by[src].A, weights + w, rows, n, 64, 64, 1);
         if (rounded) round(A, size);
-        if (relu) for (let i = A; i < A + size; i++) if (f[i] < 0) f[i] = 0;
+        if (act === 'relu') for (let i = A; i < A + size; i++) if (f[i] < 0) f[i] = 0;
+        if (act !== 'sigmoid') continue;
+        for (let i = A; i < A + size; i++) {
+          const e = exp(-Math.abs(f[i]));
+          f[i] = (f[i] < 0 ? e : 1) / (1 + e);
+        }
+        if (rounded) round(A, size);
       }
     }
     /** Cross-entropy and squared error of a batch, in FP32 as under autocast; their gradients, times S, enter the net in the format. */
@@ -112,14 +129,14 @@ export function engine(random) {
         const s = e.reduce((a, b) => a + b);
         ce += log(s) - (z[data.y[q]] - max);
         for (let j = 0; j < 10; j++) f[name.G + 16 * r + j] = f32(f32(e[j] / s) - (j === data.y[q])) * (S / B);
-        for (let j = 0, a = picture.A + r * PIXELS, t = T + q * PIXELS, g = picture.G + r * PIXELS; j < PIXELS; j++) {
+        if (picture) for (let j = 0, a = picture.A + r * PIXELS, t = T + q * PIXELS, g = picture.G + r * PIXELS; j < PIXELS; j++) {
           const d = f32(f[a + j] - f[t + j]);
           mse += d * d;
           f[g + j] = d * c;
         }
       });
-      for (const l of [name, picture]) round(l.G, B * l.n, l.seen);
-      return { ce: ce / B, mse: mse / (PIXELS * B) };
+      for (const l of layers) if (!l.act) round(l.G, B * l.n, l.seen);
+      return { ce: ce / B, mse: picture ? mse / (PIXELS * B) : NaN };
     }
 
     function backward() {
@@ -132,12 +149,31 @@ export function engine(random) {
         if (src === 'x') continue;
         f.fill(0, part, part + size);
         mm(part, G, T, B, 64, n, n, 1);
-        for (let i = 0; i < size; i++) if (!(f[from.A + i] > 0)) f[part + i] = 0;
+        for (let i = 0; i < size; i++) {
+          const a = f[from.A + i];
+          if (from.act === 'sigmoid') f[part + i] = f[part + i] * f32(a * f32(1 - a));
+          else if (!(a > 0)) f[part + i] = 0;
+        }
         round(part, size, from.seen);
         for (let i = 0; i < size; i++) f[from.G + i] += f[part + i];      // where two heads meet, they are added in the format
         round(from.G, size, from.seen);
       }
       for (const l of layers) l.large = round(grad + l.w, 65 * l.n);
+    }
+    /** Store a layer's v in eight bits: INT8, or the root of v in INT8 or E4M3. 256 neighbours share a scale. */
+    function eight(l) {
+      const fine = o.v === 'root e4m3', end = square + l.w + 65 * l.n;
+      for (let a = square + l.w; a < end; a += 256) {
+        const block = f.subarray(a, Math.min(a + 256, end));
+        if (o.v !== 'int8') block.forEach((v, i) => { block[i] = Math.sqrt(v); });
+        const unit = f32(block.reduce((p, v) => Math.max(p, v)) / (fine ? 448 : 127));
+        for (let i = a; i < a + block.length; i++) {
+          f[i] = unit && f[i] / unit;
+          const M = fine ? E4M3[u[i] >>> 23 & 255] : 1.5 * 2 ** 52;
+          f[i] = f32(f[i] + M - M) * unit;
+        }
+        if (o.v !== 'int8') block.forEach((v, i) => { block[i] = v * v; });
+      }
     }
     /** Adam in FP32, the loss scale taken out first. Returns the share of weights that did not move. */
     function adam(S) {
@@ -151,6 +187,7 @@ export function engine(random) {
         f[square + i] = v;
         f[master + i] -= f32(rate * f32(m / f32(f32(f32(Math.sqrt(v)) / root) + eps)));
       }
+      if (o.v !== 'fp32') layers.forEach(eight);
       if (o.masters) return 0;
       round(master, total);
       return f.subarray(master, master + total).filter((w, i) => f[mean + i] && w === f[low + i]).length / total;
@@ -192,9 +229,9 @@ export function engine(random) {
         const z = f.subarray(name.A + 16 * r, name.A + 16 * r + 10);
         named.push(z.indexOf(Math.max(...z)));
         right += named[r] === data.y[data.train + r];
-        for (let j = r * PIXELS; j < (r + 1) * PIXELS; j++) error += (f[picture.A + j] - f[T + data.train * PIXELS + j]) ** 2;
+        if (picture) for (let j = r * PIXELS; j < (r + 1) * PIXELS; j++) error += (f[picture.A + j] - f[T + data.train * PIXELS + j]) ** 2;
       }
-      return { named: named.slice(0, 5), drawn: f.slice(picture.A, picture.A + 5 * PIXELS), ...all && { acc: right / n, error: error / (n * PIXELS) } };
+      return { named: named.slice(0, 5), ...picture && { drawn: f.slice(picture.A, picture.A + 5 * PIXELS) }, ...all && { acc: right / n, error: error / (n * PIXELS) } };
     }
     /** Of the last step's gradients behind each layer: [zero already, lost in this rounding, too large, all, too large among those of its weights]. */
     function fates() {
