@@ -23,9 +23,16 @@ def e4m3(w):
     scale = w.abs().max()/448
     return quantize(w/scale, 'e4m3')*scale
 
+def e4m3_rows(w):
+    "One scale for each row"
+    scale = w.abs().amax(1, keepdim=True)/448
+    return quantize(w/scale, 'e4m3')*scale
+
 SPLIT = {'BF16': dict(store=bf16, part=bf16), 'FP16': dict(store=fp16, part=fp16), 'FP32': {}, 'BF16, sums kept in FP32': dict(store=bf16),
          'BF16, the same split': dict(store=bf16, part=bf16, first=4)}
 SAMPLER = {'BF16': dict(weights=bf16, acts=bf16), 'FP16': dict(weights=fp16, acts=fp16), 'E4M3 weights': dict(weights=e4m3, acts=bf16),
+           'E4M3 matrices': dict(weights=lambda w: e4m3(w) if w.ndim > 1 else bf16(w), acts=bf16),
+           'E4M3 matrices, a scale for each row': dict(weights=lambda w: e4m3_rows(w) if w.ndim > 1 else bf16(w), acts=bf16),
            'only the logits BF16': dict(logits=bf16)}
 SILENT = {'healthy': dict(term=None), 'the root of zero': {}, 'the root of zero, no check': dict(check=False), 'the root of q + 1e-8': dict(term='epsilon')}
 KINDS = dict(split=SPLIT, sampler=SAMPLER, silent=SILENT)
