@@ -369,7 +369,7 @@ def expect(
     name = getattr(f, '__name__', 'your function')
     for args,want in cases:
         got, call = f(*args), f'{name}({", ".join(map(repr, args))})'
-        assert got is not None, f'{call} returned None: is it still the stub, or is return missing?'
+        assert got is not None, f'{call} returned None: replace the stub, and return, not print.'
         assert _same(got, want), f'{call} gave {got!r}; expected {want!r}.'
 
 # %% ../nbs/01_formats.ipynb #a973ff7c
