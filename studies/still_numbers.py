@@ -4,8 +4,8 @@
 each step. `average`: an average of a net's weights with decay .999 over 3,000 steps. `v`: Adam's second moment, with
 twenty batches of thirty times the loss and 2,380 good ones behind them. `states`: Adam's states of the course's GPT in blocks of 256
 numbers, sixty steps. `heads`: v of the net that reads and draws (chapter 03's for the page, in FP32), 150 steps; `dynamic` are the 256
-numbers of bitsandbytes, whose steps grow with the number. `integrator`: a recurrent net whose state moves by a 600th to a 2,400th of what comes, for 256 steps; it
-learns the mean of its input. Everything else computes in FP32.
+numbers of bitsandbytes (equal in every bit to those of 0.50.2), whose steps grow with the number. `integrator`: a recurrent
+net whose state moves by a 600th to a 2,400th of what comes, for 256 steps; it learns the mean of its input. Everything else computes in FP32.
 """
 import math
 
