@@ -953,7 +953,7 @@ def test_submissions_as_they_come(tmp_path):
     marks = mark_folder(tmp_path, seconds=4, workers=2, patience=2)
     anna, ben, cleo, dora = (next(m for n, m in marks.items() if n.startswith(who)) for who in ('Anna', 'Ben', 'Cleo', 'Dora'))
     assert len(marks) == 4 and [m['points'] for m in (anna, ben, cleo, dora)] == [1, 0, 0, 0], marks
-    assert '4 s' in ben['exercises'][0]['says'] and 'JSON' in cleo['says'] and cleo['of'] == 6 and '--chapter' in dora['says']
+    assert '4 s' in ben['exercises'][0]['says'] and 'no notebook' in cleo['says'] and cleo['of'] == 6 and '--chapter' in dora['says']
 
 
 RIGHT = 'def stuck_at(man_bits): return 2**(man_bits + 1)\n'
@@ -985,13 +985,13 @@ def test_what_nobody_wrote_gets_nothing(tmp_path):
 
 
 @each('code', [
-    '\ufeff' + RIGHT, 'BASE: int = 2\ndef stuck_at(n): return BASE**(n + 1)', 'if True:\n    ' + RIGHT,
+    '\ufeff' + RIGHT, f'# -*- coding: latin-1 -*-\n# für\n{RIGHT}'.encode('latin-1'), 'if __name__ == "__main__":\n    ' + RIGHT, 'BASE: int = 2\ndef stuck_at(n): return BASE**(n + 1)', 'if True:\n    ' + RIGHT,
     'powers = []\nfor n in range(30): powers.append(2**(n + 1))\ndef stuck_at(n): return powers[n]',
     RIGHT + 'for line in open("data.txt"): print(stuck_at(line))'])
 def test_a_right_answer_is_right_however_it_is_written(tmp_path, code):
     from tools.exercises import main, mark
     mine = tmp_path/'01_mine.py'
-    mine.write_text(code)
+    mine.write_bytes(code if isinstance(code, bytes) else code.encode())
     row = mark(mine)['exercises'][0]
     assert row['state'] == 'right', row
     if code[0] == '\ufeff': assert main(['check', '01', str(mine)]) == 0
@@ -1001,6 +1001,26 @@ def test_a_star_import_in_another_cell(tmp_path):
     from tools.exercises import mark
     row = mark(notebook(tmp_path/'01_mine.ipynb', 'from math import *', 'def stuck_at(n): return ldexp(2, n)'))['exercises'][0]
     assert row['state'] == 'right', row
+
+
+@each('name, code, said', [
+    ('01_mine.py', RIGHT.replace('stuck_at', 'stuckAt'), 'It defines stuckAt, not stuck_at.'), ('01_mine.py', '', 'no code'),
+    ('01_mine.py', '# your turn:\n# def stuck_at(man_bits): ...', 'as it was'), ('01_mine.py', 'x = 1', 'Nothing defines stuck_at.'),
+    ('02_mine.py', RIGHT.replace('stuck', 'started'), 'its name begins with 02')])
+def test_not_tried_has_a_reason(tmp_path, name, code, said):
+    from tools.exercises import mark
+    (tmp_path/name).write_text(code)
+    row = mark(tmp_path/name, chapter='01')['exercises'][0]
+    assert row['state'] == 'not tried' and said in row['says'], row
+
+
+def test_each_file_is_accounted_for(tmp_path):
+    from tools.exercises import mark_folder, summary, write_csv
+    for name in ('01_anna.PY', '01_ben.zip', '.hidden'): (tmp_path/name).write_text(RIGHT)
+    marks = mark_folder(tmp_path, workers=1)
+    write_csv(marks, tmp_path/'marks.csv')
+    assert marks['01_anna.PY']['points'] == 1 and summary(marks)[-1].startswith('Not read') and '01_ben.zip' in summary(marks)[-1]
+    assert [r.split(',')[:3] for r in (tmp_path/'marks.csv').read_text('utf-8-sig').splitlines()[1:]] == [['anna', '', '1'], ['ben', '', '']]
 
 
 @each('code, said', [
@@ -1043,9 +1063,9 @@ def test_sentences_are_counted_without_their_numbers():
     assert 'most often (2)' in summary({'01_a.py': marks('f(1) gave -2.5e-08.'), '01_b.py': marks('f(1) gave 3.')})[1]
 
 
-def test_a_private_copy_of_the_variants(tmp_path):
+def test_a_private_copy_of_the_variants(tmp_path, capsys):
     "Middles that a tie rounds down: the published answer is wrong there, and another is right"
-    from tools.exercises import mark, notebooks
+    from tools.exercises import main, mark, notebooks
     course = next(n for n in notebooks() if n.stem == '85_variants').read_text()
     mine, answers = tmp_path/'my_85.ipynb', tmp_path/'anna.py'
     mine.write_text(course.replace('assert twice > once', 'assert twice < once'))
@@ -1053,6 +1073,7 @@ def test_a_private_copy_of_the_variants(tmp_path):
         answers.write_text(f'def twice_up(): return {code}')
         marks = mark(answers, only=['85.2'], notebook=mine)
         assert marks['of'] == 2 and marks['exercises'][0]['state'] == state, marks
+    assert main(['self', str(mine)]) == 1 and '85.2 twice_up: the solution is wrong' in capsys.readouterr().out
 
 
 @each('code, said', [

@@ -97,7 +97,7 @@ def test_stochastic_rounding_goes_up_where_the_random_number_says(tmp_path):
 
 
 def test_typed_numbers(tmp_path):
-    typed = {'0.1': .1, '2^-24': 2.**-24, '1 + 2^-11': 1 + 2.**-11, '-3e-4': -3e-4, 'Inf': math.inf, '−2': -2., '-2^3': -8.,
+    typed = {'0.1': .1, '2^-24': 2.**-24, '1 + 2^-11': 1 + 2.**-11, '1 + 2⁻¹¹': 1 + 2.**-11, '2¹⁵': 2.**15, '-3e-4': -3e-4, 'Inf': math.inf, '−2': -2., '-2^3': -8.,
              'abc': None, '': None, 'NaN': math.nan, '-0': -0., '−0': -0., '0': 0., '1 - 1': 0.}
     shown = (-0., '−0'), (0., '0'), (-.5, '−0.5'), (-math.inf, '−∞'), (2.**-24, '5.96046448e−8')
     agrees(tmp_path, [['formats', 'shown', [x], text] for x, text in shown])

@@ -5,10 +5,11 @@
 
 A student's code runs in a separate process with a time limit. It can do whatever you can do, so mark in a container.
 """
-import argparse, ast, contextlib, csv, importlib, json, os, re, secrets, select, signal, subprocess, sys
+import argparse, ast, contextlib, csv, importlib, json, os, re, secrets, select, signal, subprocess, sys, tokenize
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ def notebooks(): return sorted(p for p in (ROOT/'nbs').glob('[0-9]*.ipynb') if p
 def read(path):
     "The cells of a notebook, without nbformat, which takes a second or two to import"
     try: cells = json.loads(path.read_text(encoding='utf-8'))['cells']
-    except (KeyError, TypeError): raise ValueError(f'{path.name} is no notebook of format 4: save it again in Jupyter.') from None
+    except (KeyError, TypeError, json.JSONDecodeError): raise ValueError(f'{path.name} is empty or no notebook of format 4: save it again in Jupyter.') from None
     for c in cells: c['source'] = ''.join(c['source'])
     return [SimpleNamespace(**{'metadata': {}, **c}) for c in cells]
 
@@ -98,6 +99,11 @@ def module_names(
 
 # --- a learner's file ---
 
+def python_text(path):
+    "A Python file in the encoding that it declares; by default UTF-8"
+    with tokenize.open(path) as f: return f.read()
+
+
 def check(
     chapter: str, # its number
     file: Path,   # Python with solutions
@@ -105,12 +111,13 @@ def check(
     "Run the solutions of a file against the checkers of a chapter"
     found = [n for n in notebooks() if n.name.startswith(f'{chapter:0>2}_')]
     if not found: raise SystemExit(f'There is no chapter {chapter} with exercises.')
-    try: text = file.read_text(encoding='utf-8-sig')
+    try: text = python_text(file)
     except OSError as e: raise SystemExit(f'{file} cannot be read ({e.strerror}): give another file.') from None
-    except UnicodeDecodeError: raise SystemExit(f'{file}: {NOT_UTF8}') from None
-    known, answers = checkers(found[0]), {}
+    except (UnicodeDecodeError, SyntaxError): raise SystemExit(f'{file}: {NOT_UTF8}') from None
+    known, given = checkers(found[0]), module_names([c.source for c in read(found[0])])
+    answers = {**given, '__name__': '__main__'}                 # with what the chapter imports, as in its notebook
     exec(compile(text, str(file), 'exec'), answers)
-    solved = [name for name in known if callable(answers.get(name))]
+    solved = [name for name in known if callable(answers.get(name)) and answers[name] is not given.get(name)]
     if not solved: raise SystemExit(f'{file} has no function of these names: {", ".join(known)}.')
     wrong = 0
     for name in solved:
@@ -233,7 +240,7 @@ def judge(
 ) -> dict: # state: 'right' or 'wrong', says: why
     "The checker of the course, not the student's copy of it, on one answer"
     cells = [c.source for c in read(notebook) if c.cell_type == 'code']
-    names, check = module_names(cells), checkers(notebook)[check]
+    names, check = {**module_names(cells), '__name__': '__main__'}, checkers(notebook)[check]
     cells = [*filter(str.strip, others), '', *cells]  # the student's, then the chapter's
     try:
         for _ in range(12):
@@ -250,7 +257,8 @@ def judge(
 
 def answers(path):
     "The cells of a student's file"
-    return [path.read_text(encoding='utf-8-sig')] if path.suffix == '.py' else [c.source for c in read(path) if c.cell_type == 'code']
+    if path.suffix.lower() == '.py': return [python_text(path)]
+    return [c.source for c in read(path) if c.cell_type == 'code']
 
 
 def judge_into(pipe, word, job, seconds):
@@ -265,19 +273,19 @@ def judge_into(pipe, word, job, seconds):
 
 def in_child(job, seconds):
     """`judge` in a child of this process. The limit is the child's own time on a processor, so a mark does not depend on what else
-    runs; what sleeps has five times as long. The verdict follows a secret word, which keeps out accidents, not who reads this"""
+    runs; what sleeps has three times as long. The verdict follows a secret word, which keeps out accidents, not who reads this"""
     word = secrets.token_hex(16)
     ours, theirs = os.pipe()
     child = os.fork()
     if not child: judge_into(theirs, word, job, seconds)
     os.close(theirs)
-    ended = select.select([ours], [], [], 5*seconds if resource else seconds)[0]
+    ended = select.select([ours], [], [], 3*seconds if resource else seconds)[0]
     verdict = os.read(ours, 2**16).decode(errors='replace') if ended else ''
     os.close(ours)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if ended and not verdict else 0
     with contextlib.suppress(OSError): os.killpg(child, signal.SIGKILL)         # it, and what it has started
     with contextlib.suppress(OSError): os.waitpid(child, 0)
-    if not ended or code == -signal.SIGXCPU: return dict(state='wrong', says=f'It takes longer than {seconds} s.', late=True)
+    if not ended or code == -signal.SIGXCPU: return dict(state='wrong', says=f'It takes longer than {seconds} s, or waits.', late=True)
     if not verdict: return dict(state='wrong', says=f'The answer ended its process (exit code {code}) before the checker was done.')
     if not verdict.startswith(word): return dict(state='wrong', says='It wrote where only the checker writes.')
     return json.loads(verdict.removeprefix(word))
@@ -337,7 +345,7 @@ def mark(
     course = sources({found, *(n for n in notebooks() if todo and n.name.startswith(todo[0].id[:2]))})
     codes, why, rows, jobs = [], {}, [], []
     try: codes = answers(path)
-    except UnicodeDecodeError: codes, why = [path.read_text(encoding='latin-1')], dict(says=NOT_UTF8)
+    except (UnicodeDecodeError, SyntaxError): codes, why = [path.read_text(encoding='latin-1')], dict(says=NOT_UTF8)
     except (OSError, ValueError) as e: why = dict(says=f'{type(e).__name__}: {e}'[:200])
     written = [code for code in codes if code.strip() not in course]
     for e in todo:
@@ -346,12 +354,26 @@ def mark(
         if mine and why: rows[-1].update(state='wrong', **why)
         elif mine: jobs.append((rows[-1], dict(name=e.name, check=e.check, code=mine[-1])))
         elif any(count(e.name, code) for code in codes): rows[-1]['says'] = COPIED
+        else: rows[-1]['says'] = missing(e.name, codes, path, chapter)
     verdicts = in_process(found, written, [job for _, job in jobs], seconds)
     for (row, job), verdict in zip(jobs, verdicts):
         row.update(verdict)
         n = sum(count(job['name'], code) for code in written)
         if n > 1: row['says'] = f'{row["says"]} The last of {n} definitions was marked.'.strip()
     return dict(points=sum(r['points'] for r in rows if r['state'] == 'right'), of=sum(r['points'] for r in rows), exercises=rows, **why)
+
+
+def missing(name, codes, path, chapter):
+    "Why an exercise counts as not tried, as far as the file shows it"
+    if not any(map(str.strip, codes)): return 'The file has no code.'
+    if chapter and number_of(path) not in ('', f'{chapter:0>2}'): return f'It is marked as chapter {chapter}, and its name begins with {number_of(path)}.'
+    found = set()
+    for code in codes:
+        with contextlib.suppress(SyntaxError): found |= defined(code)
+    near = [n for n in found if n.lower().replace('_', '') == name.lower().replace('_', '')] or get_close_matches(name, found, 1, .8)
+    if near: return f'It defines {near[0]}, not {name}.'
+    if any('your turn' in code and name in code for code in codes): return 'The stub is as it was.'
+    return f'Nothing defines {name}.'
 
 
 def is_late(marks): return any(r.get('late') for r in marks['exercises'])
@@ -367,10 +389,13 @@ def mark_one(name, path, seconds, last, **asked):
 
 
 def submissions(folder):
-    "Files of a folder and its folders, by their names; not those that a computer puts there by itself"
-    found = sorted(p for p in folder.rglob('*') if p.suffix in ('.py', '.ipynb') and p.is_file())
-    names = {str(p.relative_to(folder)): p for p in found}
-    return {n: p for n, p in names.items() if not re.search(r'(^|[/\\])(\.|__)', n)}
+    "Files of a folder and its folders, by their names, and names of others; not those that a computer puts there by itself"
+    names = {str(p.relative_to(folder)): p for p in sorted(folder.rglob('*')) if p.is_file()}
+    names = {n: p for n, p in names.items() if not re.search(r'(^|[/\\])(\.|__)', n)}
+    return {n: p for n, p in names.items() if is_code(p)}, [n for n, p in names.items() if not is_code(p)]
+
+
+def is_code(path): return path.suffix.lower() in ('.py', '.ipynb')
 
 
 def mark_folder(
@@ -381,7 +406,7 @@ def mark_folder(
     **asked,                # chapter, only and notebook, as for `mark`
 ) -> dict: # file's name -> marks
     "Marks for a class"
-    files, marks = submissions(folder), {}
+    (files, others), marks = submissions(folder), {}
     if not files: raise SystemExit(f'{folder} holds no notebook and no Python file.')
     todo = list(files)
     with ThreadPoolExecutor(workers) as pool:
@@ -389,7 +414,8 @@ def mark_folder(
             one = partial(mark_one, seconds=limit, last=limit == seconds, **asked)
             marks.update(zip(todo, pool.map(one, todo, [files[n] for n in todo])))
             todo = [n for n in todo if is_late(marks[n])]
-    if not any(m['exercises'] for m in marks.values()): raise SystemExit(marks[min(marks)].get('says') or 'Nothing of what was asked is in these chapters.')
+    for name in others: marks[name] = dict(points=0, of=0, exercises=[], says='No notebook and no Python file: it was not read.')
+    if not any(m['exercises'] for m in marks.values()): raise SystemExit(marks[min(files)].get('says') or 'Nothing of what was asked is in these chapters.')
     return marks
 
 
@@ -400,7 +426,7 @@ def student(name):
     "Who handed a file in, and Moodle's number for it: from Moodle's name, the folder, or the name behind the chapter's number"
     first, *rest = Path(name).parts
     if found := re.match(r'(.*)_(\d+)_assignsubmission_file', first): return found[1], found[2]
-    return (first if rest else re.sub(r'^\d\d(\.\d+)?[_ -]|\.(py|ipynb)$', '', first)), ''
+    return (first if rest else re.sub(r'(?i)^\d\d(\.\d+)?[_ -]|\.(py|ipynb|zip|txt|pdf)$', '', first)), ''
 
 
 def better(a, b): return ['not tried', 'wrong', 'right'].index(a['state']) > ['not tried', 'wrong', 'right'].index(b['state'])
@@ -448,7 +474,9 @@ def summary(
             line += f'; most often ({said[0][1]}), such as: {first[:120]}'
         lines.append(line)
     lost = [name for name, m in marks.items() if not m['exercises']]
-    if lost: lines.append(f'Not marked, since no chapter is known (give --chapter): {", ".join(lost)}')
+    for text, names in (('Not marked, since no chapter is known (give --chapter)', [n for n in lost if is_code(Path(n))]),
+                        ('Not read, since no notebook and no Python file', [n for n in lost if not is_code(Path(n))])):
+        if names: lines.append(f'{text}: {", ".join(names)}')
     return lines
 
 
@@ -511,8 +539,8 @@ def make_parser():
     m.add_argument('--notebook', type=Path, help="your own copy of a chapter, with its number in the name and other numbers in it, such as my_85.ipynb")
     m.add_argument('--csv', type=Path, help='where to write a table of a folder')
     m.add_argument('--workers', type=int, default=os.cpu_count(), help='submissions of a folder at a time (%(default)s)')
-    m.add_argument('--seconds', type=int, default=60, help="the limit for each answer, in seconds of a processor's time (%(default)s)")
-    sub.add_parser('self', help='check that every solution passes and no stub does').add_argument('chapters', nargs='*', help='by default all')
+    m.add_argument('--seconds', type=int, default=60, help="the limit for each answer, in seconds of a processor's time (%(default)s); what only waits has three times as long")
+    sub.add_parser('self', help='check that every solution passes and no stub does').add_argument('chapters', nargs='*', help='numbers, or a copy of a chapter such as my_85.ipynb; by default all')
     j = sub.add_parser('judge', help='judge the answers in the standard input, for `mark`')
     j.add_argument('notebook', type=Path)
     j.add_argument('--seconds', type=int)
@@ -530,7 +558,8 @@ def main(argv=None) -> int: # the exit code
         for n in notebooks(): strip(n, a.out)
     elif a.what == 'mark': return print_marks(a)
     elif a.what == 'self':
-        todo = [e for e in all_exercises() if not a.chapters or e.id[:2] in a.chapters]
+        copies = [Path(c) for c in a.chapters if c.endswith('.ipynb')]
+        todo = [e for c in copies for e in exercises(c)] or [e for e in all_exercises() if not a.chapters or e.id[:2] in a.chapters]
         found = own(todo)
         print(*found, f'{len(todo)} exercises, {sum(e.level for e in todo)} points, {len(found)} problems', sep='\n')
         return int(bool(found))

@@ -2,7 +2,7 @@
 
 A figure and its caption, which is its finding as a sentence, make a slide. A cell with the tag `slide` makes one of the
 sentence before it, its code and what it printed. `python -m tools.slides 87 --questions 1 2 3` writes questions of appendix 87,
-first without the answer and then with it. The page needs nothing else. The arrow keys turn the slides, figures that
+and behind them the same with their answers. The page needs nothing else. The arrow keys turn the slides, figures that
 move work in the page, and a print has one slide on each sheet.
 """
 import argparse, re, sys
@@ -25,7 +25,8 @@ section { box-sizing: border-box; min-height: 100vh; scroll-snap-align: start; p
 h1 { font-size: 1.1rem; color: #5b6675; font-weight: 400; margin: .5rem 0; } p { margin: .7rem 0; } h2 { font-size: 3rem; margin: 0; } h3 { font-size: 2rem; }
 pre { font: 1.2rem/1.35 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre-wrap; margin: .4rem 0; padding: .6rem .9rem; }
 pre.code { background: #f5f6f8; } pre.out { border-left: .3rem solid #D55E00; }
-table { border-collapse: collapse; align-self: start; } td, th { padding: .2rem .9rem; text-align: right; border: 0; border-bottom: 1px solid #c9ced6; }
+@page { size: A4 landscape; margin: 0; }
+table { border-collapse: collapse; align-self: start; font-size: 1.15rem; } td, th { padding: .15rem .6rem; text-align: right; border: 0; border-bottom: 1px solid #c9ced6; }
 section > img, .mp-live > img { max-width: 100%; max-height: 62vh; object-fit: contain; margin: auto; display: block; width: min(100%, 70rem); }'''
 KEYS = '''addEventListener('keydown', e => {
   const step = { ArrowRight: 1, PageDown: 1, ArrowLeft: -1, PageUp: -1 }[e.key];
@@ -47,10 +48,11 @@ def picture(cell, alt):
 
 
 def ending(text, most=250):
-    "The last sentence of a paragraph, and those before it that fit into so many characters"
+    "The last sentence of a paragraph, with those before it that fit into so many characters or that it points to"
     sentences = re.split(r'(?<=[.?!]) (?=[^a-z])', text)
     kept = sentences.pop()
-    while sentences and len(sentences[-1]) + len(kept) < most: kept = f'{sentences.pop()} {kept}'
+    def unclear(): return re.match(r'\(|(These|Those|That|This|It|They|Some|Both|So|But|Then) ', kept)
+    while sentences and (unclear() or len(sentences[-1]) + len(kept) < most): kept = f'{sentences.pop()} {kept}'
     return kept
 
 
@@ -98,16 +100,17 @@ def question_slides(
     nb: dict,     # appendix 87, executed
     wanted: list, # numbers of questions
 ) -> str: # html
-    "Two slides for each question: what to vote on, and the answer with its reason"
+    "A slide for each question, to vote on, and then one for each answer with its reason"
     shown = ''.join(printed(c) for c in nb.cells if c.cell_type == 'code')
-    boxes, parts = re.findall(r'<fieldset>(.*?)</fieldset>', shown, re.S), []
+    boxes, votes, answers = re.findall(r'<fieldset>(.*?)</fieldset>', shown, re.S), [], []
     if wrong := [n for n in wanted if not 1 <= n <= len(boxes)]: sys.exit(f'There is no question {wrong[0]}: there are {len(boxes)}.')
     for box in (boxes[n - 1] for n in wanted):
         ask = f'<h3>{re.search("<legend>(.*?)</legend>", box)[1]}</h3>'
         choices = ''.join(f'<p>{text}</p>' for text in re.findall(r'<input[^>]*>(.*?)</label>', box))
         answer = re.search(r'<b class="no">(.*?)</b>(.*?)\(<a', box)
-        parts += [f'<section>{ask}{choices}</section>', f'<section>{ask}<p><b>{answer[1]}</b></p><p>{answer[2]}</p></section>']
-    return ''.join(parts)
+        votes.append(f'<section>{ask}{choices}</section>')
+        answers.append(f'<section>{ask}<p><b>{answer[1]}</b></p><p>{answer[2]}</p></section>')
+    return ''.join([*votes, '<section><h2>Answers</h2></section>', *answers])
 
 
 def document(body):
@@ -137,7 +140,7 @@ def slides(
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument('chapters', nargs='*', help='their numbers; by default all that were run')
-    p.add_argument('--out', type=Path, default=Path('slides.html'))
+    p.add_argument('--out', type=Path, help='slides.html, or questions.html with --questions')
     p.add_argument('--pages', type=Path, default=ROOT/'_course', help='the folder where `make course` left the pages (%(default)s)')
     p.add_argument('--questions', nargs='+', type=int, help='of appendix 87, by their numbers')
     a = p.parse_args()
@@ -145,8 +148,9 @@ def main():
     found = [(ch, nb) for ch in wanted if (nb := executed(ch, a.pages)) is not None]
     if not found: return f'None of these chapters has been run into {a.pages}: run `make course` first, or name the folder with --pages.'
     page = document(question_slides(found[0][1], a.questions)) if a.questions else slides(found)
-    a.out.write_text(page, encoding='utf-8')
-    print(f'The slides of {len(found)} chapters are in {a.out}')
+    out = a.out or Path('questions.html' if a.questions else 'slides.html')
+    out.write_text(page, encoding='utf-8')
+    print(f'The slides of {len(found)} chapters are in {out}')
 
 
 if __name__ == '__main__': sys.exit(main())

@@ -11,7 +11,8 @@ const PARTS = ['sign', 'exponent', 'fraction'];
 
 /** A text as a number: 0.1, 2^-24, 1 + 2^-11, inf. Null where it is none. */
 export function parse(text) {
-  const word = text.trim().toLowerCase().replaceAll('−', '-').replaceAll('**', '^');
+  const plain = k => '^' + [...k].map(c => c === '⁻' ? '-' : '⁰¹²³⁴⁵⁶⁷⁸⁹'.indexOf(c)).join('');  // 2⁻¹¹ as 2^-11
+  const word = text.trim().toLowerCase().replaceAll('−', '-').replaceAll('**', '^').replace(/⁻?[⁰¹²³⁴-⁹]+/g, plain);
   const found = { inf: Infinity, '-inf': -Infinity, nan: NaN }[word];
   if (found !== undefined || word === 'nan') return found;
   let total = null;
