@@ -26,7 +26,7 @@ h1 { font-size: 1.1rem; color: #5b6675; font-weight: 400; margin: .5rem 0; } p {
 pre { font: 1.2rem/1.35 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre-wrap; margin: .4rem 0; padding: .6rem .9rem; }
 pre.code { background: #f5f6f8; } pre.out { border-left: .3rem solid #D55E00; }
 @page { size: A4 landscape; margin: 0; }
-table { border-collapse: collapse; align-self: start; font-size: 1.15rem; } td, th { padding: .15rem .6rem; text-align: right; border: 0; border-bottom: 1px solid #c9ced6; }
+table { border-collapse: collapse; align-self: start; font-size: 1rem; } td, th { padding: .1rem .5rem; text-align: right; border: 0; border-bottom: 1px solid #c9ced6; }
 section > img, .mp-live > img { max-width: 100%; max-height: 62vh; object-fit: contain; margin: auto; display: block; width: min(100%, 70rem); }'''
 KEYS = '''addEventListener('keydown', e => {
   const step = { ArrowRight: 1, PageDown: 1, ArrowLeft: -1, PageUp: -1 }[e.key];
