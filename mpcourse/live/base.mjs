@@ -50,7 +50,7 @@ const STYLE = `[data-jp-theme-light=false] .mpx{color-scheme:dark}
 .mpx output{min-width:4.5ch;font-variant-numeric:tabular-nums}.mpx sup{line-height:0}
 .mpx [role=radiogroup]{display:flex;flex-wrap:wrap;align-items:center;gap:.2rem .8rem}
 .mpx button,.mpx select,.mpx input[type=text]{font:inherit;color:inherit;min-height:1.6rem;
- background:var(--tint,#8881);border:1px solid var(--dim);border-radius:4px;padding:.1rem .55rem}
+ background:var(--tint,#8881);border:1px solid var(--dim);border-radius:4px;padding:.1rem .55rem}.mpx button:disabled{opacity:.45}
 .mpx svg{display:block;max-width:none;overflow:visible;margin:.5rem 0;user-select:none}
 .mpx text{fill:var(--dim);font-size:12px}.mpx .says{margin:.3rem 0 .5rem;min-height:2.9em}
 .mpx td,.mpx th{text-align:right;padding:.15rem .5rem;font-weight:400}.mpx thead{color:var(--dim)}

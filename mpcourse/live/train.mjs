@@ -1,6 +1,6 @@
-// A net that is trained in the page, in a format and with a loss scale that the reader chooses and may change while it trains.
-//   data.digits, train, valid   made by `train_data`; where it begins: fmt, k, lr, steps, masters, moves
-//   data.net                    'heads' (reads digits and draws them) or 'sigmoids' (eight layers that read)
+// A net that is trained in the page, in a format and with a loss scale that may change while it trains.
+//   data.digits, train, valid   made by `train_data`, as fmt, k, lr, steps, masters, moves are
+//   data.net                    'heads' (reads and draws) or 'sigmoids' (eight layers that read)
 //   data.asks                   one more control: 'masters' (weights in the format), 'moves' (a moving scale, and bad batches),
 //                               'xavier' (other initial weights) or 'v' (Adam's second moment in eight bits)
 import { asPower, bar, button, clamp, fill, line, make, minus, percent, plot, radios, random, redraw, room, says, slider, words } from './base.mjs';
@@ -9,8 +9,8 @@ import { engine } from './net.mjs';
 const SCALES = [-10, 24], TOP = { ce: 2.5, mse: .3 };
 const ASKS = { masters: 'weights kept in FP32', moves: 'the scale moves', xavier: 'a new net begins with Xavier’s weights' };
 const V = { fp32: 'FP32', int8: 'INT8', 'root int8': '√v in INT8', 'root e4m3': '√v in E4M3' };
-const COLORS = ['var(--mark)', 'light-dark(#c2570c,#f6a56b)', 'light-dark(#1b7a43,#6fd39a)'];      // of the trainings that stay in sight
-const FATES = { alive: 'var(--mark)', 'zero already': 'color-mix(in srgb,var(--dim) 35%,var(--paper,Canvas))', 'lost in this rounding': 'var(--bad)', 'too large': 'var(--over)' };
+const COLORS = ['var(--mark)', 'light-dark(#c2570c,#f6a56b)', 'light-dark(#1b7a43,#6fd39a)'];      // of trainings in sight
+const FATES = { alive: 'var(--mark)', 'zero before': 'color-mix(in srgb,var(--dim) 35%,var(--paper,Canvas))', 'lost in this rounding': 'var(--bad)', 'too large': 'var(--over)' };
 const CSS = `.mpx .bar+.bar{margin-top:.4rem}.mpx .shown{margin:.6rem 0}.mpx .rows{display:grid;grid-template-columns:minmax(5.5rem,10rem) repeat(5,minmax(0,4.6rem));gap:.3rem .5rem;align-items:center}
 .mpx .rows [role=img]{display:contents}.mpx .rows b{font-weight:600;border-left:.35rem solid var(--c);padding-left:.4rem;line-height:1.3}
 .mpx canvas{width:100%;display:block;image-rendering:pixelated;border:1px solid var(--line,#8886);border-radius:3px;box-sizing:border-box}
@@ -29,7 +29,7 @@ function trainer(data, hear) {
   try {
     const worker = new Worker(URL.createObjectURL(new Blob([text], { type: 'text/javascript' })));
     worker.onmessage = e => { heard = true; hear(e.data); };
-    worker.onerror = () => { if (!heard) here(); };         // a page's policy forbids it late, by an event
+    worker.onerror = () => { if (!heard) here(); };         // forbidden late, by an event
     post = m => { if (!heard) sent.push(m); worker.postMessage(m); };
   } catch { here(); }
   return m => post(m);
@@ -40,7 +40,7 @@ const label = s => `${s.fmt.toUpperCase()}${s.masters ? '' : ' weights'}, ${s.mo
 
 export function mount(root, data) {
   const { digits, train, valid, asks, ...start } = data, state = { fmt: 'fp16', k: 0, lr: 3e-3, steps: 150, masters: true, moves: false, net: 'heads', xavier: false, v: 'fp32', ...start };
-  const el = {}, runs = [], still = [...root.childNodes];   // the latest training first; the still picture stands until the first news
+  const el = {}, runs = [], still = [...root.childNodes];   // the latest training first; the picture before the first news
   const draws = state.net === 'heads';
   let post = null, truth = null, running = false, id = 0;
   const left = () => runs[0]?.planned - runs[0]?.steps.length;
@@ -56,18 +56,18 @@ export function mount(root, data) {
   if (asks === 'moves') asked.push(el.bad = button('twenty bad batches', () => post({ set: { bad: 20 } })));
   const keys = Object.entries(FATES).map(([fate, color]) => make('span', { class: 'key', style: `--c:${color}` }, fate));
   fill(root, CSS, bar(el.fmt, el.k.label), bar(...asked, el.go, el.more), el.shown = make('div', { class: 'shown' }, still), el.says = says(),
-    make('div', { class: 'two' }, el.ce = plot(150), ...draws ? [el.mse = plot(150)] : []), make('div', {}, 'the gradient behind each layer, in the last step:', ...keys),
+    make('div', { class: 'two' }, el.ce = plot(150), ...draws ? [el.mse = plot(150)] : []), make('div', {}, 'the gradient behind each layer, in the last step (it flows upwards):', ...keys),
     el.fates = make('div', { class: 'fates' }));
   el.says.textContent = `Press train. Below each ${draws ? 'of the net’s drawings stands the digit that it reads' : 'digit stands what the net reads'}, in red where it is wrong. ` +
-    'Then move the loss scale, and train on.';
-  /** What is moved while a net trains, or afterwards, changes that net: a cure in the middle of the illness. */
+    (asks === 'v' ? 'Then choose another code for v, and train a new net.' : 'Then move the loss scale, and train on.');
+  /** What is moved while a net trains, or afterwards, changes that net. */
   function change(what) {
     Object.assign(state, what);
     post?.({ set: what });
     if ('xavier' in what) el.says.textContent = 'The next new net begins so.';
     else if (!running && runs[0]?.steps.length) el.says.textContent = `Press “${el.more.textContent}” to train on with: ${label(now())}.`;
   }
-  /** The settings of the latest net, whose first weights are no longer to be chosen. */
+  /** The settings of the latest net; its first weights are chosen. */
   function now() { return { ...state, xavier: runs[0].xavier }; }
   function begin() {
     runs.unshift({ path: [label(state)], xavier: state.xavier, steps: [], planned: 0, color: COLORS[id % 3] });
@@ -110,10 +110,12 @@ export function mount(root, data) {
   }
   function tell(run, last) {
     const dead = run.fates.flatMap(([zero, lost, , n], i) => zero + lost > .999 * n ? el.bars[i][0].textContent : []);
+    const destroyed = run.named.includes(-1) || draws && !(run.error < 1);
+    const advice = destroyed ? 'The weights are destroyed: choose other settings, and train a new net. '
+      : dead.length ? `No gradient is left behind ${dead.join(', ')}. Raise the loss scale, and train on. ` : '';
     el.says.textContent = `${run.path.join(', then ')}: after ${last.it} steps the net reads ${percent(Math.round(run.acc * valid), valid)} of ${valid} new digits` +
       (draws ? ` and draws them with an error of ${run.error < 1e3 ? run.error.toFixed(3) : '∞'} (before training: 0.202). ` : '. ') +
-      (dead.length ? `No gradient is left behind ${dead.join(', ')}. Move the loss scale, and train on. ` : '') +
-      (last.skipped ? `${last.skipped} steps were skipped. ` : '') + (state.masters ? '' : `${percent(last.still, 1)} of the weights did not move in the last step. `) +
+      advice + (last.skipped ? `${last.skipped} steps were skipped, as a gradient was not finite. ` : '') + (state.masters ? '' : `${percent(last.still, 1)} of the weights did not move in the last step. `) +
       `Hash of all weights: ${run.hash}.`;
   }
   function rows() {
@@ -136,14 +138,14 @@ export function mount(root, data) {
     run.cells.setAttribute('aria-label', `${run.path.join(', then ')}: ${run.named.join(', ')}`);
     [...run.cells.children].forEach((cell, j) => {
       if (run.drawn) picture(cell.firstChild, run.drawn, j, ink);
-      cell.lastChild.textContent = run.named[j];
+      cell.lastChild.textContent = run.named[j] < 0 ? '?' : run.named[j];
       cell.classList.toggle('wrong', run.named[j] !== truth.named[j]);
     });
   }
   function drawFates([zero, lost, large, n, weights], i) {
     const [, { children }, text] = el.bars[i];
     [n - zero - lost - large, zero, lost, large].forEach((v, j) => children[j].style.width = `${100 * v / n}%`);
-    text.textContent = large ? `${percent(large, n)} too large` : weights ? 'weights’ too large' : zero === n ? 'none arrives' : lost > n / 2000 ? `${percent(lost, n)} lost` : '';
+    text.textContent = large ? `${percent(large, n)} too large` : weights ? 'for weights: infinite' : zero === n ? 'none arrives' : zero + lost === n ? 'nothing left' : lost > n / 2000 ? `${percent(lost, n)} lost` : '';
   }
   function draw() {
     if (truth) paint(runs[0]);
@@ -159,7 +161,7 @@ export function mount(root, data) {
     }
   }
 
-  new IntersectionObserver((seen, observer) => {            // nothing is unpacked before the figure is in sight
+  new IntersectionObserver((seen, observer) => {            // not before it is in sight
     if (!seen.some(s => s.isIntersecting)) return;
     observer.disconnect();
     if (!post) send({ build: { ...state, id: ++id } });
