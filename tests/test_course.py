@@ -183,16 +183,19 @@ def test_slides_from_another_folder_without_maps_and_of_questions(small_course, 
     from tools import slides as S
     code = '#| fig-cap: "{}"\n#| fig-alt: "a"\nimport matplotlib.pyplot as plt\nplt.plot([1]);'
     quiz = """from IPython.display import HTML
-HTML('<fieldset><legend>1. Two?</legend><label><input type="radio"> A one</label><label><input type="radio"> B two</label>'
-     '<p class="why"><b class="yes">Right.</b><b class="no">Right is: two.</b> Since so. (<a>chapter</a>)</p></fieldset>')"""
+one = ('<fieldset><legend>1. Two?</legend><label><input type="radio"> A one</label><label><input type="radio"> B two</label>'
+       '<p class="why"><b class="yes">Right.</b><b class="no">Right is: two.</b> Since so. (<a>chapter</a>)</p></fieldset>')
+HTML(one + one.replace('1. Two?', '2. Two again?'))"""
     nbs, out = small_course(_87_a=['# A\n\n> P.', code.format('You are here: on a map'), code.format('A finding'), quiz]), tmp_path/'pages'
     assert run(nbs, out).returncode == 0
     monkeypatch.setattr(S, 'chapters', lambda _: C.chapters(nbs))
-    for args, texts in (([], ['AP.', 'A finding']), (['--questions', '1'], ['1. Two? A one B two', 'Right is: two. Since so.'])):
+    votes, answers = ['1. Two? A one B two', '2. Two again?'], ['1. Two?Right is: two. Since so.', '2. Two again?']
+    for args, texts in (([], ['AP.', 'A finding']), (['--questions', '1', '2'], [*votes, 'Answers', *answers])):
         monkeypatch.setattr(sys, 'argv', ['slides', '--pages', str(out), '--out', str(tmp_path/'s.html'), *args])
         assert S.main() is None
         found = BeautifulSoup((tmp_path/'s.html').read_text(), 'html.parser').select('section')
-        assert len(found) == 2 and all(t in f.text for t, f in zip(texts, found)) and 'Right is' not in found[0].text
+        assert len(found) == len(texts) and all(t in f.text for t, f in zip(texts, found))
+        assert not any('Right is' in f.text for f in found[:2]), 'the answers come behind all questions'
     monkeypatch.setattr(sys, 'argv', ['slides', '--pages', str(tmp_path/'none')])
     assert '--pages' in S.main()
 
