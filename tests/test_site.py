@@ -99,6 +99,13 @@ def notebook(*cells, status='ok', **metadata):
     return new_notebook(cells=cells, metadata={'mpcourse': {'status': status, 'error': 'it did not start'}, **metadata})
 
 
+def test_an_output_s_links_lead_to_pages_without_numbers():
+    linked = '<a href="01_formats.html#x">chapter 01</a> <a href="https://a.org/02_b.html">b</a>'
+    cell = new_code_cell('w', outputs=[new_output('display_data', {'text/html': linked})])
+    out = SITE.for_site(notebook(cell), CHAPTER).cells[2].outputs[0]
+    assert out.data['text/html'] == linked.replace('"01_', '"')
+
+
 def test_widgets_become_html():
     view = {SITE.VIEW: {'model_id': 'a'}, 'text/plain': 'IntSlider()'}
     cell = new_code_cell('w', outputs=[new_output('display_data', view), new_output('stream', text='said'),

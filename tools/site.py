@@ -103,11 +103,18 @@ def title_cell(cell, ch, failed):
     cell.source += '\n\n- image: card.png'
 
 
+def without_numbers(html):
+    "Links of an output to other chapters, whose pages have no number here"
+    return re.sub(r'(href="?)\d\d_(\w+\.html)', r'\1\2', html)
+
+
 def site_cell(cell, state, no):
     "A code cell as nbdev is to see it; one that failed is not hidden"
     if any(o.output_type == 'error' for o in cell.outputs): cell.source = drop(cell.source, 'hide')
     cell.source = site_source(cell.source)
     cell.outputs = [site_output(o, state, no) for o in cell.outputs]
+    for o in cell.outputs:
+        if html := o.get('data', {}).get('text/html'): o.data['text/html'] = without_numbers(''.join(html))
     moves = [o for o in cell.outputs if re.search('mp-live|mp-explore', str(o.get('data', {}).get('text/html', '')))]
     if moves and has(cell.source, 'fig-cap'): caption(cell, moves[-1])
     note = cell.metadata.pop('mpcourse', {}).get('skipped')
