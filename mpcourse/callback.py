@@ -63,8 +63,11 @@ def quiet_fit(
 # %% ../nbs/12_callback.ipynb #d14da779
 def autocast_depth()->int: # 0 outside of all
     "How many contexts of torch.autocast are open"
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
+    # torch tells the depth only as it changes. `zip` makes both changes in one call, so that no
+    # Ctrl-C comes between them: a depth that is never 0 again keeps old half weights in the cache.
+    deeper = iter(torch.autocast_increment_nesting, None)
+    back = iter(torch.autocast_decrement_nesting, None)
+    return next(zip(deeper, back))[1]
 
 @contextmanager
 def preserve_modes(

@@ -1,5 +1,5 @@
 "The callback on a model that has everything: probes before and after it, skipped steps, exits of every kind, other callbacks beside it"
-import copy, pickle, random, warnings
+import copy, inspect, pickle, random, sys, warnings
 from contextlib import nullcontext
 from functools import partial
 
@@ -8,7 +8,7 @@ import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from fastai.basics import Adam, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException, CrossEntropyLossFlat, Learner, OptimWrapper, SGD, load_learner
 from fastai.callback.all import GradientAccumulation, GradientClip
 
-from mpcourse.callback import HalfPrecisionCB, MixedPrecisionCB, StepHistory, quiet_fit, tensor_dls
+from mpcourse.callback import HalfPrecisionCB, MixedPrecisionCB, StepHistory, autocast_depth, preserve_modes, quiet_fit, tensor_dls
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.formats import same_bits
 from mpcourse.scaler import StaticScaler
@@ -862,8 +862,36 @@ def test_ctrl_c_amid_autocasts_entry_leaves_no_autocast(cast, monkeypatch):
     learn, dtype = learner(mixed=dict(scaler=StaticScaler())), torch.get_autocast_dtype('cpu')
     with pytest.raises(KeyboardInterrupt): fit(learn, 2)
     assert len(calls) == 5 and not torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu') == dtype
-    torch.autocast_increment_nesting()
-    assert torch.autocast_decrement_nesting() == 0
+    assert autocast_depth() == 0
+
+
+def test_ctrl_c_at_each_bytecode_of_the_contexts_leaves_none_open():
+    "A depth of autocast that is never 0 again keeps half weights in its cache, and they grow old"
+    watched = [f.__code__ for f in (inspect.unwrap(preserve_modes), autocast_depth, torch.autocast.__enter__, torch.autocast.__exit__)]
+    def interrupts(at):
+        "Is Ctrl-C pressed before bytecode `at`, or were there fewer?"
+        seen = 0
+        def trace(frame, event, arg):
+            nonlocal seen
+            if frame.f_code not in watched: return None
+            frame.f_trace_opcodes = True
+            if event == 'opcode':
+                seen += 1
+                if seen > at: raise KeyboardInterrupt
+            return trace
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with preserve_modes('cpu'), torch.autocast('cpu', H): pass
+        except KeyboardInterrupt: return True
+        finally: sys.settrace(before)
+        return False
+    at = 0
+    while interrupts(at):
+        assert not torch.is_autocast_enabled('cpu')
+        assert autocast_depth() == 0, at
+        at += 1
+    assert at > 100
 
 
 def test_ctrl_c_amid_no_grads_exit_leaves_gradients_on():

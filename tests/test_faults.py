@@ -5,7 +5,7 @@ import pytest, torch, torch.nn.functional as F
 from fastai.basics import Learner
 from torch import nn
 
-from mpcourse.callback import quiet_fit, tensor_dls
+from mpcourse.callback import autocast_depth, quiet_fit, tensor_dls
 from mpcourse.checkpoint import load_training_state, save_training_state
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.monitor import read_jsonl
@@ -108,7 +108,7 @@ def test_ctrl_c_at_a_hundred_moments_leaves_an_fp32_model_that_trains():
             assert all(p.dtype == torch.float32 and p.isfinite().all() for p in learn.model.parameters())
             assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in learn.model.modules()] == hooks
             assert type(learn.model[0]).forward is nn.Linear.forward and 'forward' not in vars(learn.model[0])
-            assert torch.is_grad_enabled()
+            assert torch.is_grad_enabled() and autocast_depth() == 0
             with torch.no_grad(): assert learn.model(x).dtype == torch.float32
             if i % 20 == 0: quiet_fit(learn, 1)
     finally:
