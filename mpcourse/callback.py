@@ -63,39 +63,46 @@ def quiet_fit(
 # %% ../nbs/12_callback.ipynb #d14da779
 def autocast_depth()->int: # 0 outside of all
     "How many contexts of torch.autocast are open"
-    # torch tells the depth only as it changes. `zip` makes both changes in one call, so that no
-    # Ctrl-C comes between them: a depth that is never 0 again keeps old half weights in the cache.
+    # torch tells it only as it changes. `zip` changes it twice in one call: no Ctrl-C comes between
     deeper = iter(torch.autocast_increment_nesting, None)
     back = iter(torch.autocast_decrement_nesting, None)
     return next(zip(deeper, back))[1]
 
-@contextmanager
-def preserve_modes(
-    kind:str, # type of the device: 'cpu', 'cuda' …
-): # a context
-    "Restore autocast, no_grad and modes at the end, even after Ctrl-C as one was entered or left"
-    enabled = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind)
-    depth = autocast_depth()
-    recording = torch.is_grad_enabled()
-    modes = len(_get_current_dispatch_mode_stack())
-    try: yield
-    finally:
-        while len(_get_current_dispatch_mode_stack()) > modes: _pop_mode() # as `fp32_accumulate`
-        torch.set_grad_enabled(recording)
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
-        while autocast_depth() > depth: torch.autocast_decrement_nesting()
-        if not depth: torch.clear_autocast_cache()
+class TorchModes:
+    "The state of autocast, no_grad and dispatch modes, to be restored"
+    def __init__(self,
+        kind:str, # type of the device: 'cpu', 'cuda' …
+    ):
+        self.kind = kind
+        self.enabled = torch.is_autocast_enabled(kind)
+        self.dtype = torch.get_autocast_dtype(kind)
+        self.depth = autocast_depth()
+        self.recording = torch.is_grad_enabled()
+        self.modes = len(_get_current_dispatch_mode_stack())
+
+    def restore(self):
+        "Close what is open still, even if Ctrl-C came as it was entered or left"
+        while len(_get_current_dispatch_mode_stack()) > self.modes: _pop_mode() # `fp32_accumulate`
+        torch.set_grad_enabled(self.recording)
+        torch.set_autocast_enabled(self.kind, self.enabled)
+        torch.set_autocast_dtype(self.kind, self.dtype)
+        while autocast_depth() > self.depth: torch.autocast_decrement_nesting()
+        if not self.depth: torch.clear_autocast_cache()
 
 def run_in(
-    context, # makes a context manager
+    context, # makes a context manager, by contextlib's `contextmanager`
     learn:Learner, # whose method it is
     method:str, # '_do_fit' or '_do_one_batch'
 ):
     "Call the method of a Learner's class within a context"
-    kind = next(learn.model.parameters()).device.type
-    with preserve_modes(kind), context(): getattr(type(learn), method)(learn)
+    before = TorchModes(next(learn.model.parameters()).device.type)
+    opened = context()
+    try:
+        with opened: getattr(type(learn), method)(learn)
+    finally:
+        opened.gen.close() # Ctrl-C before `with` had it: else Python closes it at any later time
+        before.restore()
+
 
 # %% ../nbs/12_callback.ipynb #d2457219
 def is_training(

@@ -1,5 +1,5 @@
 "The callback on a model that has everything: probes before and after it, skipped steps, exits of every kind, other callbacks beside it"
-import copy, inspect, pickle, random, sys, warnings
+import contextlib, copy, gc, inspect, pickle, random, sys, warnings
 from contextlib import nullcontext
 from functools import partial
 
@@ -7,8 +7,9 @@ import numpy as np
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from fastai.basics import Adam, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException, CrossEntropyLossFlat, Learner, OptimWrapper, SGD, load_learner
 from fastai.callback.all import GradientAccumulation, GradientClip
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from mpcourse.callback import HalfPrecisionCB, MixedPrecisionCB, StepHistory, autocast_depth, preserve_modes, quiet_fit, tensor_dls
+from mpcourse.callback import HalfPrecisionCB, MixedPrecisionCB, StepHistory, autocast_depth, quiet_fit, run_in, tensor_dls
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.formats import same_bits
 from mpcourse.scaler import StaticScaler
@@ -865,11 +866,18 @@ def test_ctrl_c_amid_autocasts_entry_leaves_no_autocast(cast, monkeypatch):
     assert autocast_depth() == 0
 
 
-def test_ctrl_c_at_each_bytecode_of_the_contexts_leaves_none_open():
-    "A depth of autocast that is never 0 again keeps half weights in its cache, and they grow old"
-    watched = [f.__code__ for f in (inspect.unwrap(preserve_modes), autocast_depth, torch.autocast.__enter__, torch.autocast.__exit__)]
-    def interrupts(at):
-        "Is Ctrl-C pressed before bytecode `at`, or were there fewer?"
+def test_ctrl_c_at_each_bytecode_of_a_context_leaves_nothing_open():
+    "A depth of autocast that is not 0 any more keeps half weights in its cache, where they grow old"
+    class Batch:
+        model = nn.Linear(1, 1)
+        def _do_one_batch(self): pass
+    cb, lib = HalfPrecisionCB('fp16'), contextlib._GeneratorContextManager
+    vars(cb)['_learn'] = learn = Batch()
+    watched = [inspect.unwrap(f).__code__ for f in (
+        run_in, autocast_depth, cb.one_batch, lib.__enter__, lib.__exit__, contextlib.ExitStack.enter_context, contextlib.ExitStack.__exit__,
+        torch.autocast.__enter__, torch.autocast.__exit__, fp32_accumulate.__enter__, fp32_accumulate.__exit__)]
+    def interrupt(at):
+        "Ctrl-C before bytecode `at`, if there are that many; the exception, which keeps its frames alive"
         seen = 0
         def trace(frame, event, arg):
             nonlocal seen
@@ -881,17 +889,18 @@ def test_ctrl_c_at_each_bytecode_of_the_contexts_leaves_none_open():
             return trace
         before = sys.gettrace()
         sys.settrace(trace)
-        try:
-            with preserve_modes('cpu'), torch.autocast('cpu', H): pass
-        except KeyboardInterrupt: return True
+        try: run_in(cb.one_batch, learn, '_do_one_batch')
+        except KeyboardInterrupt as e: return e
         finally: sys.settrace(before)
-        return False
+    def state(): return torch.is_autocast_enabled('cpu'), autocast_depth(), len(_get_current_dispatch_mode_stack())
     at = 0
-    while interrupts(at):
-        assert not torch.is_autocast_enabled('cpu')
-        assert autocast_depth() == 0, at
+    while (e := interrupt(at)):
+        assert state() == (False, 0, 0), at
+        del e
+        gc.collect(0)
+        assert state() == (False, 0, 0), at
         at += 1
-    assert at > 100
+    assert at > 200
 
 
 def test_ctrl_c_amid_no_grads_exit_leaves_gradients_on():
