@@ -102,10 +102,11 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 __all__ = list(_MODULE_OF)
 
 
-def __getattr__(name):
-    if name not in _MODULE_OF:
-        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    return getattr(import_module(f'.{_MODULE_OF[name]}', __name__), name)
+if not TYPE_CHECKING:  # otherwise a checker would take any name for one of ours
+    def __getattr__(name):
+        if name not in _MODULE_OF:
+            raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+        return getattr(import_module(f'.{_MODULE_OF[name]}', __name__), name)
 
 
 def __dir__():

@@ -3,7 +3,7 @@
     python tests/run.py              all stages
     python tests/run.py lint pytest  some of them
 """
-import configparser, filecmp, hashlib, json, os, re, shutil, signal, subprocess, sys, tempfile, time
+import configparser, filecmp, hashlib, importlib, json, os, re, shutil, signal, subprocess, sys, tempfile, time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +89,17 @@ def lint():
     # F811: @patch gives methods of one name to several classes; test_structure finds those given twice to one
     ruff = sh(BIN/'ruff', 'check', '--no-cache', '--select', 'F,E9', '--per-file-ignores', 'mpcourse/*.py:F811', *python)
     return check('ruff finds nothing', ruff == 0)
+
+
+def types():
+    "basedpyright finds every public name, and no error in the front page's code"
+    blocks = re.findall(r'```python\n(.*?)```', (ROOT/'README.md').read_text(encoding='utf-8'), re.S)
+    names = f'from mpcourse import {", ".join(importlib.import_module("mpcourse").__all__)}'
+    with tempfile.TemporaryDirectory() as tmp:
+        (Path(tmp)/'names.py').write_text(names)
+        (Path(tmp)/'readme.py').write_text('\n'.join(blocks), encoding='utf-8')
+        found = sh(BIN/'basedpyright', '--pythonpath', sys.executable, '--level', 'error', tmp, cwd=tmp, PYTHONPATH=str(ROOT))
+    return check('the front page has code', blocks) + check('basedpyright finds nothing', found == 0)
 
 
 def course():
@@ -181,7 +192,7 @@ def chromium():
     return any(shutil.which(n) for n in ('chromium', 'chromium-browser', 'google-chrome'))
 
 
-STAGES = [exports, lint, course, tests, library, style]
+STAGES = [exports, lint, types, course, tests, library, style]
 
 
 def run(stage):
