@@ -88,7 +88,7 @@ def test_a_file_that_is_no_trace(tmp_path, capsys):
     assert code == 2 and 'is not a whole trace' in err and err.count('\n') == 1
 
 
-@pytest.mark.parametrize('argv', [('replay', '--bad', '-1'), ('replay', '--steps', '0'), ('compare', '--seeds', '0'), ('compare', '--seeds', 'x')])
+@pytest.mark.parametrize('argv', [('replay', '--bad', '-1'), ('replay', '--steps', '0'), ('compare', 'relu_mlp', '--seeds', '0'), ('compare', 'relu_mlp', '--seeds', 'x')])
 def test_numbers_that_are_none(argv, capsys):
     with pytest.raises(SystemExit) as e: main(list(argv))
     assert e.value.code == 2 and 'is not a whole number' in capsys.readouterr().err
