@@ -25,6 +25,9 @@ LOGITS = {
     'FP32, 480 steps': dict(steps=480), 'BF16 logits, 480 steps': dict(logits=bf16, steps=480),
     'BF16 logits, mean taken out before': dict(logits=bf16, centre='before'),
     'BF16 logits, mean taken out after': dict(logits=bf16, centre='after'),
+    'BF16 logits, read in FP32': dict(logits=bf16, read=exact),
+    'BF16 logits, offset 200, read in FP32': dict(logits=bf16, offset=200., read=exact),
+    'BF16 logits, offset 350, read in FP32': dict(logits=bf16, offset=350., read=exact),
     'BF16 logits, z-loss': dict(logits=bf16, z=1e-4), 'FP32, z-loss': dict(z=1e-4)}
 KEYS = {f'{size}': dict(size=float(size)) for size in (0, 100, 600, 3000, 30000)}
 VARIANCE = {
@@ -50,7 +53,7 @@ ROWS = {f'{kind}: {name}': (kind, kw) for kind, rows in KINDS.items() for name, 
 SEEDS = range(10)
 
 
-def logits(number, logits=exact, hidden=exact, head=exact, offset=700., centre=None, z=0., steps=120):
+def logits(number, logits=exact, hidden=exact, head=exact, offset=700., centre=None, z=0., steps=120, read=None):
     "Loss on new text, and the mean of the head's bias at the end"
     net = char_transformer(seed=number)
     nn.init.constant_(net.head.bias, offset)
@@ -71,6 +74,7 @@ def logits(number, logits=exact, hidden=exact, head=exact, offset=700., centre=N
         opt.zero_grad()
         loss.backward()
         opt.step()
+    logits = read or logits             # of the loss on new text
     x, y = char_text().valid
     with torch.no_grad(): return dict(loss=cross_entropy(predicted(x[:64]), y[:64]).item(), offset=net.head.bias.mean().item())
 

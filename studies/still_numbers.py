@@ -31,7 +31,9 @@ AVERAGES = {
     'BF16, every 20th step': dict(store=BF16, every=20)}
 MOMENTS = {
     'FP32': {}, 'BF16': dict(v=BF16), 'm BF16': dict(m=BF16), 'BF16, rounded by chance': dict(v=by_chance),
-    'BF16, beta2 .95': dict(v=BF16, beta2=.95), 'FP32, beta2 .95': dict(beta2=.95)}
+    'BF16, beta2 .95': dict(v=BF16, beta2=.95), 'FP32, beta2 .95': dict(beta2=.95),
+    'FP32, no bad batches': dict(spike=1.), 'BF16, no bad batches': dict(v=BF16, spike=1.),
+    'BF16, beta2 .95, no bad batches': dict(v=BF16, beta2=.95, spike=1.)}
 STATES = {
     'FP32': {}, 'v INT8': dict(v='int8'), 'm INT8': dict(m='int8'), 'E4M3': dict(m='e4m3', v='e4m3'),
     'INT8 of the root of v': dict(m='int8', v='int8', root=True),
@@ -108,7 +110,7 @@ def average(number, store=exact, read=exact, every=1, kahan=False, decay=.999, s
     return dict(found, accuracy=accuracy(net(x), y))
 
 
-def v(number, v=exact, m=exact, beta2=.999, lr=2e-4, steps=2500):
+def v(number, v=exact, m=exact, beta2=.999, lr=2e-4, steps=2500, spike=30.):
     "Loss on new digits, and the size of the first v at the end over its size after the bad batches"
     g = torch.Generator().manual_seed(seed(number))
     net, data = mlp([64, 32, 32, 10], seed=number), digits()
@@ -116,7 +118,7 @@ def v(number, v=exact, m=exact, beta2=.999, lr=2e-4, steps=2500):
     states = [[torch.zeros_like(p), torch.zeros_like(p)] for p in ps]
     for t, (x, y) in enumerate(batches(data, 64, steps, number), 1):
         loss = F.cross_entropy(net(x), y)
-        grads = torch.autograd.grad(loss*(30. if 100 < t <= 120 else 1.), ps)
+        grads = torch.autograd.grad(loss*(spike if 100 < t <= 120 else 1.), ps)
         with torch.no_grad():
             for p, grad, s in zip(ps, grads, states):
                 s[0] = m(.9*s[0] + .1*grad, g)
