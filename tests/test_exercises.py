@@ -911,6 +911,11 @@ def test_marks(tmp_path):
     mine.write_text('def encode_half(x):\n    while True: pass\n')
     endless = mark(mine, seconds=5)['exercises'][1]
     assert endless['state'] == 'wrong' and '5 s' in endless['says']
+
+
+def test_a_submission_that_leaves_by_itself_gets_nothing(tmp_path):
+    from tools.exercises import mark
+    mine = tmp_path/'01_mine.py'
     mine.write_text('import os\ndef stuck_at(man_bits): os._exit(3)\n')
     assert 'exit code 3' in mark(mine)['exercises'][0]['says']
     cheat = 'import os\ndef stuck_at(man_bits):\n    print(\'{{"state": "right", "says": ""}}\', flush=True)\n    {}\n'

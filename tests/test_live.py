@@ -322,13 +322,15 @@ SETTINGS = (dict(fmt='fp32'), dict(k=0), dict(k=12), dict(fmt='e4m3', k=16), dic
             *(dict(k=12, v=v) for v in ('int8', 'root int8', 'root e4m3')))
 
 
-@pytest.mark.parametrize('steps', [20, pytest.param(150, marks=pytest.mark.skipif(os.environ.get('CI') != 'true', reason='in CI: it takes two minutes'))])
-def test_the_net_in_the_page_is_pythons_in_every_bit(steps, tmp_path):
+QUICK = [[(conf, 20)] for conf in SETTINGS] + [[(dict(k=0), 10), (dict(k=12), 10)]]
+LONG = [[(conf, 150)] for conf in (*SETTINGS[:6], SETTINGS[7], SETTINGS[-1])] + [[(dict(k=0), 75), (dict(k=12), 75)]]
+in_ci = pytest.mark.skipif(os.environ.get('CI') != 'true', reason='in CI: together they take two minutes')
+
+
+@pytest.mark.parametrize('runs', [QUICK, *(pytest.param([run], marks=in_ci) for run in LONG)])
+def test_the_net_in_the_page_is_pythons_in_every_bit(runs, tmp_path):
     "All weights, both losses, the skipped steps and the last scale; and a scale that is moved in the middle"
-    data = train_data()
-    chosen = SETTINGS if steps == 20 else [*SETTINGS[:6], SETTINGS[7], SETTINGS[-1]]
-    runs = [[(conf, steps)] for conf in chosen] + [[(dict(k=0), steps//2), (dict(k=12), steps//2)]]
-    agrees(tmp_path, [['net', 'trained', [data, run], trained(*run)] for run in runs])
+    agrees(tmp_path, [['net', 'trained', [train_data(), run], trained(*run)] for run in runs])
 
 
 @pytest.mark.parametrize('fmt, k', [('fp16', 0), ('fp16', 28), ('e4m3', 19)])
