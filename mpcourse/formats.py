@@ -344,7 +344,7 @@ def bit_html(
     code = f.encode(x)
     v = f.decode(code)
     rows = {'stored': repr(v), 'code': f'0x{code:0{-(-f.bits//4)}x}', 'error': _error(x, v)}
-    if v == v: rows['neighbours'] = ' and '.join(f'{n:.6g}' for n in f.neighbours(v))
+    if v == v: rows['neighbours'] = ' and '.join(f'{n:.9g}' for n in f.neighbours(v))
     if abs(v) <= f.max: rows['spacing'] = f'{f.spacing(v):.4g}'
     table = ''.join(f'<tr><td>{k}</td><td>{t}</td></tr>' for k,t in rows.items())
     return f'<div class=mp-bits><b>{f.name}</b> {_fields_html(f, code)}<table>{table}</table></div>'
