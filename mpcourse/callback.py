@@ -23,7 +23,7 @@ from .scaler import LossScaler, StaticScaler
 from .step import decision_group, StepController, guarded_step, hooked_weights
 from .step import validate_log_of_half
 from .step import validate_unmoved, validate_optimizer, validate_trainable, validate_scheme
-from .tensorcore import half_compute
+from .tensorcore import half_compute, validate_compute
 
 # %% ../nbs/12_callback.ipynb #4792319e
 #| code-fold: true
@@ -156,12 +156,9 @@ class HalfPrecisionCB(ContextCB):
         dtype:str|torch.dtype, # of the forward and the backward pass: 'fp16' or 'bf16'
         compute:Callable|None=None, # context of both passes; None: `fp32_accumulate` on a CPU only
     ):
-        if not (compute is None or callable(compute)): raise ValueError(
-            f'compute={compute!r} cannot make a context: '
-            'take fp32_accumulate, nullcontext or None.')
-        self.dtype, self.compute = half_dtype(dtype), compute
+        self.dtype, self.compute = half_dtype(dtype), validate_compute(compute)
 
-    def contexts(self)->list:
+    def contexts(self)->dict: # method of Learner -> context
         "Around a fit, and around each batch of training or validation"
         return dict(_do_fit=self.one_fit, _do_one_batch=self.one_batch)
 
@@ -277,7 +274,7 @@ class MixedPrecisionCB(HalfPrecisionCB):
         opt = self.learn.opt
         named = self.controller.gradients(opt)
         alone = decision_group(self.group, self.learn.model) is None
-        if alone and not named: return                       # a CancelBackwardException: as in FP32
+        if alone and not named: return self.after_cancel_step()  # a CancelBackwardException: as in FP32
         self.controller.unscale_(named)
         self.controller.number = len(self.history) - 1
         self.last_outcome = self.controller.decide()

@@ -18,7 +18,9 @@ import torch, torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from .dynamic import validate_number
 from .formats import e8m0, get_format
 from .half import HALVES, validate_not_scripted
 from .rounding import quantize
@@ -65,6 +67,12 @@ class CastConfig:
     tile: tuple|None = None     # (rows, columns) of one scale; columns None: whole rows; None: all
     scale: Callable = no_scale  # (amax of each tile, of the matrix, format, tiles) -> divisor
     rounding: str = 'nearest'   # as for `quantize`
+
+    def __post_init__(self):
+        if self.tile is None: return
+        for size in self.tile:
+            if size is None: continue
+            validate_number('tile', size, lambda n: n > 0, 'take (rows, columns), such as (1, 32)')
 
     @property
     def symmetric(self):
@@ -151,6 +159,9 @@ class Recipe:
     history: int = 0            # steps that delayed scales remember; 0: scales of the tensor itself
     transform: Callable|None = None     # of both operands of the weight's gradient, along their sum
     source: str = ''            # the program and version that the numbers are from
+
+    def __post_init__(self):
+        validate_number('history', self.history, lambda n: n >= 0, 'take a number of steps, or 0')
 
 # %% ../nbs/27_fp8.ipynb #605b017a
 def _alike(source, g='e4m3', history=0, **how):
@@ -369,6 +380,7 @@ def _place(t):
 class _Products(torch.overrides.TorchFunctionMode):
     "Inside, the functions in `_CALLS` take their operands in few bits"
     name = recipe = None        # of the module that computes; without a recipe nothing is converted
+    weighted = False            # has the running call of torch a weight among its arguments?
 
     def __init__(self, attention):
         super().__init__()
@@ -406,6 +418,7 @@ class _Products(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, '__name__', None)
         kwargs = kwargs or {}
+        self.weighted = not self.computed(tree_leaves((args, kwargs)))    # autocast copies weights
         r = self.recipe
         if r and func is F.multi_head_attention_forward:
             with self: return _multi_head(*args, **kwargs)
@@ -443,7 +456,7 @@ class _Watch(TorchDispatchMode):
         xs = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
         unknown = func.namespace not in ('aten', 'prim', 'prims') and len(xs) > 1
         product = is_product(func, args) or func in WHOLE_LAYERS or unknown
-        return product and (self.mode.attention or not self.mode.computed(xs))
+        return product and (self.mode.attention or self.mode.weighted or not self.mode.computed(xs))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -498,12 +511,14 @@ def simulate_fp8(
     recipe:Recipe|str=Recipe(), # a Recipe, or a name in `RECIPES`
     keep:str|list|tuple=(), # patterns of modules that stay, say 'head' or 'blocks.0.*'
     filter:Callable|None=None, # (module, name) -> bool: convert what it computes? None: all do
-    attention:bool=True, # False: attention's two products, and others without a weight, stay
+    attention:bool=True, # False: attention's two products, and others of two computed tensors, stay
 )->nn.Module: # a copy, parameters too: train these; `.not_converted` names what stays in FP32
     """Convert every linear layer, attention, convolution and product of a model to few bits
 
     Where scales are delayed, attention takes current ones. ValueError for an impossible module."""
     validate_not_scripted(model)
+    if any(hasattr(m, 'not_converted') for m in model.modules()): raise ValueError(
+        'The model is converted already, and a product would be cast twice: convert the original.')
     recipe = _get_recipe(recipe)
     keep = [keep] if isinstance(keep, str) else list(keep)
     names = list(dict(model.named_modules()))

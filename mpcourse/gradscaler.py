@@ -105,6 +105,8 @@ class GradScaler(_PolicyNumbers, torch.amp.GradScaler):
         if type(policy).inv_scale is not LossScaler.inv_scale: raise ValueError(
             f'{policy!r} has a scale for each layer, and GradScaler has one: take MixedStep.')
         if isinstance(model, (list, tuple)): model = nn.ModuleList(model)
+        if not isinstance(model, nn.Module|None):
+            raise TypeError(f'model={model!r} is no model: give an nn.Module, or a list of them.')
         self.policy, self.model, self.group = policy, model, group
         self.last_outcome = None
         self._ready = False                                  # has a loss shown its device?
@@ -116,7 +118,7 @@ class GradScaler(_PolicyNumbers, torch.amp.GradScaler):
         if device is None: self._device = None
         self._init_scale = policy.scale.item()
         self.controller = StepController(policy, model, group)
-        if enabled: finalize(self, self.controller.buffers.watch().remove)
+        if self._enabled: finalize(self, self.controller.buffers.watch().remove)
 
 # %% ../nbs/11_gradscaler.ipynb #7eba45ef
 @patch
@@ -209,6 +211,7 @@ def update(self:GradScaler,
     if new_scale is None and states: self._decide(states)
     else:                                                    # torch's, or torch's refusal
         torch.amp.GradScaler.update(self, new_scale)
+        for s in states: self.controller.buffers.restore(s['seen']['skips'])
         self.controller.reset()
         self.controller.buffers.clear()
     self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -267,6 +270,7 @@ def load_state_dict(self:GradScaler,
     if not self._enabled: return
     before = deepcopy(self.policy.state_dict())
     if 'policy' in state: self.policy.load_state_dict(state['policy'])
+    elif state and 'scale' not in state: from_torch(state)      # which says what is missing
     elif state and not isinstance(self.policy, DynamicScaler): raise ValueError(
         f"{self.policy!r} does not follow torch's rule: "
         f"build it with init_scale={state['scale']}, the old scale.")

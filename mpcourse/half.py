@@ -41,7 +41,7 @@ def half_dtype(
     "The dtype; ValueError if it is not a half precision"
     names = dict(fp16=torch.float16, float16=torch.float16,
                  bf16=torch.bfloat16, bfloat16=torch.bfloat16)
-    found = names.get(dtype, dtype)
+    found = names.get(dtype) if isinstance(dtype, str) else dtype
     if found in HALVES: return found
     raise ValueError(f'{dtype!r} is not a half precision: '
                      "take torch.float16 or torch.bfloat16, also 'fp16' or 'bf16'.")
@@ -64,8 +64,6 @@ def weight_parts(
 
 def _floats(model):
     "(name, tensor, its module, is it a buffer?) of floating-point tensors; tied ones once a name"
-    if not isinstance(model, nn.Module):
-        raise TypeError(f'{type(model).__name__} is not a model: give an nn.Module.')
     for path, m in model.named_modules(remove_duplicate=False):
         for tensors in (m._parameters, m._buffers):
             for n, t in tensors.items():
@@ -78,7 +76,9 @@ def _floats(model):
 def validate_not_scripted(
     model:nn.Module, # to be converted
 ):
-    "ValueError for TorchScript, whose forward cannot be replaced"
+    "TypeError if it is no model; ValueError for TorchScript, whose forward cannot be replaced"
+    if not isinstance(model, nn.Module):
+        raise TypeError(f'{model!r} is not a model: give an nn.Module.')
     for m in model.modules():
         if isinstance(m, torch.jit.ScriptModule):
             raise ValueError(f'{type(model).__name__} is TorchScript: '
@@ -91,8 +91,8 @@ def cast_policy(
 )->dict: # name -> dtype of every parameter and floating-point buffer; integers are not listed
     "Buffers, norms and losses in float32, all else in `dtype`; ValueError if that is not possible"
     dtype = half_dtype(dtype)
-    tensors = list(_floats(model))
     validate_not_scripted(model)
+    tensors = list(_floats(model))
     wide = set()
     for m in model.modules():
         if keeps_fp32(m): wide.update(m.modules())
@@ -193,7 +193,7 @@ class AutocastForward(WrappedForward):
     def __call__(self, *args, **kwargs):
         device = next(chain(self.module.buffers(), self.module.parameters())).device.type
         with torch.autocast(device, self.dtype): out = self.plain(*args, **kwargs)
-        return as_came_in(args, out) if holds_fp32(self.module) else out
+        return as_came_in((*args, *kwargs.values()), out) if holds_fp32(self.module) else out
 
 # %% ../nbs/06_half.ipynb #3b2df333
 @torch.no_grad()
@@ -233,6 +233,7 @@ def model_to_half(
     policy = cast_policy(model, dtype)
     _remove_casts(model)
     _set_dtypes(model, policy)
+    wide = set()                                            # parts of what stays in FP32
     for m in model.modules():
         for kind, name in SHORTCUTS.items():
             if isinstance(m, kind):
@@ -240,14 +241,17 @@ def model_to_half(
                 setattr(m, name, False)
         bare = type(m).forward is nn.Module.forward and 'forward' not in vars(m)    # a ModuleList
         if bare or hasattr(m, '_orig_mod'): continue        # torch.compile: its inner model counts
-        if keeps_fp32(m): m.forward = FP32Forward(m, dtype)
-        elif any(map(holds_fp32, m.modules())): m.forward = AutocastForward(m, dtype)
+        if keeps_fp32(m):
+            m.forward = FP32Forward(m, dtype)
+            wide.update(m.modules())
+        elif m not in wide and any(map(holds_fp32, m.modules())): m.forward = AutocastForward(m, dtype)
     return model
 
 def model_to_float(
     model:nn.Module, # changed in place
 )->nn.Module: # the model
     "Undo `model_to_half`: all in float32, plain forwards. What was rounded away does not come back"
+    validate_not_scripted(model)
     policy = {name: torch.float32 for name, *_ in _floats(model)}
     _remove_casts(model)
     _set_dtypes(model, policy)

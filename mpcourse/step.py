@@ -24,7 +24,7 @@ from .half import half_dtype, HALVES, Handles
 from .master import group_params, inner_optimizer
 from .scaler import graph_nodes, is_maximum, LossScaler, reduce_stats, StaticScaler
 from .scaler import warn_user
-from .tensorcore import half_compute
+from .tensorcore import half_compute, validate_compute
 from .toys import predict
 
 # %% ../nbs/09_step.ipynb #eb3235ca
@@ -101,12 +101,11 @@ def grad_statistic(
     parts = torch.stack(parts)
     return parts.amax() if want == 'amax' else parts.sum()
 
-# %% ../nbs/09_step.ipynb #b0ffe209
-def _own_buffers(m):
-    "(name, buffer or None) of the buffers of one module that its forward may write"
-    for n, b in m._buffers.items():
-        if b is None: yield n, None
-        elif 0 not in _local(b).stride(): yield n, _local(b).data
+# %% ../nbs/09_step.ipynb #e537a3fb
+def _contents(b):
+    "A buffer's numbers, to be read and written; None without a buffer, and of an expanded one, which no forward writes"
+    if b is None or 0 in _local(b).stride(): return None
+    return _local(b).data
 
 def _to_hook(m):
     "Modules that hold buffers; a compiled one stands for its parts: hooks inside join its graph"
@@ -115,6 +114,7 @@ def _to_hook(m):
     if compiled: return
     for child in m.children(): yield from _to_hook(child)
 
+# %% ../nbs/09_step.ipynb #b0ffe209
 class BufferSnapshot:
     """A model's buffers as they were before a step: running statistics, power iterations, counters
 
@@ -131,9 +131,16 @@ class BufferSnapshot:
         parts = {self.model, *_to_hook(self.model)}
         return Handles(m.register_forward_pre_hook(self.see, prepend=True) for m in parts)
 
+    def __reduce__(self): return BufferSnapshot, ()     # in a copy of the model its hooks do nothing
+
     def see(self, module, args):
         "A hook before a forward pass: keep the buffers, unless it runs without gradients"
-        if torch.is_grad_enabled(): self.save(module)
+        if self.model is None or not torch.is_grad_enabled(): return
+        kept = len(self.before)
+        self.save(module)
+        if len(self.before) > kept and torch._C._current_graph_task_id() != -1: raise ValueError(
+            f'{type(module).__name__} ran first without gradients, in a reentrant checkpoint, where its buffers '
+            'cannot be kept: take `use_reentrant=False`.')
 
     def save(self,
         part:nn.Module|None=None, # of the model; None: all of it
@@ -142,10 +149,10 @@ class BufferSnapshot:
         if part is None: part = self.model
         if part is None: return
         for m in part.modules():
-            for n, b in _own_buffers(m):
+            for n, b in m._buffers.items():
                 if (m, n) in self.before: continue
-                if b is not None: b = b.clone()
-                self.before[m, n] = b
+                was = _contents(b)
+                self.before[m, n] = b, None if was is None else was.clone()
 
     def restore(self,
         found:Tensor, # 0-dim; greater than 0: the step is skipped
@@ -153,12 +160,16 @@ class BufferSnapshot:
         "Put back what was kept, on the device, if the step is skipped"
         if not self.before: return
         skip = found > 0
-        for (m, n), was in self.before.items():
-            b = m._buffers.get(n)
-            if b is not None: b = _local(b).data
-            if getattr(b, 'shape', None) != getattr(was, 'shape', None):
-                if skip.item(): m._buffers[n] = was          # created or reshaped: rare
-            elif b is not None: torch.where(skip.to(b.device), was.to(b.device), b, out=b)
+        for (m, n), (b, was) in self.before.items():
+            another = m._buffers.get(n) is not b
+            if another:                           # it may be the batch or a weight: nothing writes into it
+                if not skip.item(): continue      # the host reads, for such models alone
+                m._buffers[n] = b
+            now = _contents(b)
+            if now is None or was is None: continue
+            if now.shape != was.shape:
+                if skip.item(): m._buffers[n] = was
+            else: torch.where(skip.to(now.device), was.to(now.device), now, out=now)
 
     def clear(self):
         "Drop the copies, since the step is over"
@@ -443,7 +454,7 @@ def validate_trainable(
         raise ValueError(f'{n} is {p.dtype}, and autocast casts only float32: '
                          'cast the model to float32.')
     for n, m in model.named_modules():
-        if getattr(m, 'sparse', False) is True: raise ValueError(
+        if getattr(m, 'sparse', False) is True and any(p.requires_grad for p in m.parameters()): raise ValueError(
             f'The gradient of {n} is sparse, and cannot be unscaled: set sparse=False.')
 
 def validate_optimizer(
@@ -492,8 +503,8 @@ def _is_log(node):
     "Is it a logarithm of something below 1, as a probability is? log(1 + p) is healthy"
     found = _LOGS.match(node.name())
     if not found or found[1] == 'BinaryCrossEntropy': return bool(found)
-    least = node._saved_self.min()
-    return bool(least < (found[1] != 'Log1P'))
+    x = node._saved_self
+    return x.numel() > 0 and bool(x.min() < (found[1] != 'Log1P'))
 
 def validate_log_of_half(
     loss, # a loss, or a nest of them, before the backward pass
@@ -526,10 +537,9 @@ class MixedStep:
     ):
         self.dtype = validate_scheme(dtype, scaler)
         self.scaler = StaticScaler(1.) if scaler is None else scaler
-        if clip is not None and not clip > 0:
-            raise ValueError(f'clip={clip} cannot work: it is a norm, so give a number above 0, or '
-                             'None.')
-        self.compute, self.clip, self.group = compute, clip, group
+        if clip is not None and (isinstance(clip, str) or not clip > 0): raise ValueError(
+            f'clip={clip!r} cannot work: it is a norm, so give a number above 0, or None.')
+        self.compute, self.clip, self.group = validate_compute(compute), clip, group
         self.controller = self.outcome = None
 
     def begin(self,

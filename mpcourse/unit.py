@@ -99,7 +99,6 @@ def unit_op(
     op:Callable, # takes the tensors, in their order
     factors:dict, # of 'y', and of the gradient of each tensor, by its name
     before:float=1., # factor on the gradient before op's backward pass; the rest comes after
-    params=PARAMS, # names of those tensors that are parameters; op adds 'b' at its end
     **xs, # the tensors; None is handed on
 )->Tensor: # op(*xs)·factors['y'], where b has no factor
     "An op whose output and gradients get a factor each; ValueError for a tensor that has no scale"
@@ -108,7 +107,7 @@ def unit_op(
         if not (x.is_floating_point() and x.numel()):
             raise ValueError(f'{n}, {x.dtype} of shape {tuple(x.shape)}, has no scale: '
                              'give floating-point numbers, at least one.')
-    of_params = [factors[n] for n in given if n in params]
+    of_params = [factors[n] for n in given if n in PARAMS]
     if of_params and _in_fp16(*given.values()): before = of_params[0]
     args = dict(xs)
     for n, x in given.items():
@@ -134,14 +133,13 @@ CONSTRAINTS = (*_MEANS, 'none')
 def constrain(
     ideal:dict, # factors by name: 'y' for the output, other names for the gradients of the inputs
     constraint:str='geometric', # which mean replaces the tied factors: one of `CONSTRAINTS`
-    params=PARAMS, # names of parameters
 )->dict: # the same names; parameters keep their own factor, and with 'none' all do
     "One factor for the output and for every gradient that the cut-edge rule ties to it"
     if constraint not in CONSTRAINTS:
         raise ValueError(f'There is no constraint {constraint!r}: '
                          f'there are {", ".join(CONSTRAINTS)}.')
     if constraint == 'none': return dict(ideal)
-    tied = {k: v for k, v in ideal.items() if k not in params}
+    tied = {k: v for k, v in ideal.items() if k not in PARAMS}
     one = _MEANS[constraint](ideal['y'], list(tied.values()))
     return ideal | dict.fromkeys(tied, one)
 
@@ -174,9 +172,13 @@ def elementwise_factors(
     w = torch.exp(-z*z/2)
     w /= w.sum()
     y = f(z.requires_grad_())
+    if not y.requires_grad: raise ValueError(f'{f} has no gradient, so it has no factor for one.')
     slope, = torch.autograd.grad(y.sum(), z)
     var = (w*y*y).sum() - (w*y).sum()**2
-    return dict(y=var.item()**-.5, x=(w*slope*slope).sum().item()**-.5)
+    squares = (w*slope*slope).sum()
+    if not (var > 0 and squares > 0): raise ValueError(
+        f'{f} or its slope is constant, so no factor can bring it to unit scale.')
+    return dict(y=var.item()**-.5, x=squares.item()**-.5)
 
 # %% ../nbs/25_unit.ipynb #73a4365b
 ELEMENTWISE = {
@@ -223,14 +225,17 @@ def softmax_sums(
     density = np.exp(-z*z/2)
     one = np.exp(-t[:, None]*e)*(density/density.sum())
     p = [one @ e**k for k in range(5)]          # E e^(kz)·exp(−t·e^z): the part of one entry
-    n = np.arange(1. if upto else n, n + 1)
+    rows = np.arange(1. if upto else n, n + 1)
     def total(k, f):                            # 1/S^k = ∫ t^(k−1)·e^(−tS) dt/(k−1)!
         return (f*t**k/math.factorial(k - 1)).sum(-1)*(u[1] - u[0])
-    rest = p[0]**(n[:, None] - 1)
-    def moment(k): return n*total(k, p[k]*rest)
-    pairs = n*(n - 1)*total(4, p[2]**2*p[0]**np.maximum(n[:, None] - 2, 0))
-    of_gradient = np.maximum(moment(2) - 2*moment(3) + moment(4) + pairs, 0)
-    return moment(2).mean().item(), of_gradient.mean().item()
+    def sums(n):                                # over some of the rows
+        rest = p[0]**(n[:, None] - 1)
+        def moment(k): return n*total(k, p[k]*rest)
+        pairs = n*(n - 1)*total(4, p[2]**2*p[0]**np.maximum(n[:, None] - 2, 0))
+        of_gradient = np.maximum(moment(2) - 2*moment(3) + moment(4) + pairs, 0)
+        return np.array([moment(2).sum(), of_gradient.sum()])
+    parts = np.array_split(rows, -(-len(rows)//1024))       # a table of all rows may not fit
+    return tuple((sum(map(sums, parts))/len(rows)).tolist())
 
 # %% ../nbs/25_unit.ipynb #fd6f9b69
 #| code-fold: true
@@ -342,6 +347,7 @@ def unit_dropout(
     training:bool=True, # else nothing is dropped; the factor stays
 )->Tensor: # like x; of unit scale in training
     "Dropout, unit-scaled"
+    if not 0 <= p < 1: raise ValueError(f'p={p} cannot work: it is the share that is dropped, so take 0 ≤ p < 1.')
     f = (1 - p)**.5
     return unit_op(partial(F.dropout, p=p, training=training), dict(y=f, x=f), f, x=x)
 
@@ -416,6 +422,7 @@ def weighted_add(
 )->Tensor: # the weighted sum
     "A sum of unit scale, with its own gradients"
     if weights is None: weights = [1.]*len(xs)
+    if not any(weights): raise ValueError(f'weights={weights} make no sum: give at least one that is not 0.')
     squares = 0
     for w in weights: squares += w*w
     norm = squares**-.5
@@ -470,7 +477,7 @@ def unit_cross_entropy(
                                 label_smoothing=label_smoothing)
         return total/(y != ignore_index).sum().clamp(min=1)
     f = y.numel()*classes/((1 - label_smoothing)*(classes - 1)**.5)
-    return unit_op(op, dict(y=1., x=f), f or 1., x=x)
+    return unit_op(op, dict(y=1., x=f), f, x=x)
 
 def unit_mse(
     x:Tensor, # predictions
@@ -482,4 +489,4 @@ def unit_mse(
                          'give one target for each.')
     f = x.numel()*8**-.5
     def op(x, y): return F.mse_loss(x.to(_wide(x)), y.to(_wide(y)))
-    return unit_op(op, dict(y=1., x=f, target=f), f or 1., x=x, target=y)
+    return unit_op(op, dict(y=1., x=f, target=f), f, x=x, target=y)

@@ -1,7 +1,8 @@
 """Does fine-tuning in few bits keep what FP32 learns, or are its steps rounded away? (chapters 07 and 21)
 
 A small GPT learns to predict the help texts of Python, then for 200 steps the source code of Python's library, with Adam and
-a small learning rate. Both passes are in FP32; a row says in which format the weights live between the steps, at which rate.
+a small learning rate. Both passes are in FP32 (with masters, on weights rounded to BF16); a row says in which format the weights
+are kept between the steps, and at which rate.
 """
 import inspect
 from functools import cache
@@ -14,7 +15,8 @@ from mpcourse.toys import ALPHABET, Data, batches, encode_text, evaluate, fit, g
 
 KINDS = ['FP32', 'BF16', 'FP16', 'BF16 beside FP32 masters', 'BF16, rounded stochastically']
 RATES = {'1e-5': 1e-5, '1e-4': 1e-4, '1e-3': 1e-3, '3e-3': 3e-3}
-ROWS = [f'{kind}, lr {lr}' for lr in RATES for kind in KINDS]
+COSINE = '3e-3, by a cosine to 0'
+ROWS = [f'{kind}, lr {lr}' for lr in RATES for kind in KINDS] + [f'{kind}, lr {COSINE}' for kind in ('FP32', 'BF16')]
 SEEDS = range(10)
 
 
@@ -55,6 +57,7 @@ def run(row, seed):
         opt.zero_grad()
         loss.backward()
         opt.step()
+        if lr == COSINE: schedule.step()
         with torch.no_grad():
             for p in model.parameters(): p.copy_(store(kind, p, gen))
         return loss.detach()
@@ -62,7 +65,9 @@ def run(row, seed):
     with torch.no_grad():
         for p in model.parameters(): p.copy_(store(kind, p, gen))
         start = {n: p.clone() for n, p in seen().items()}
-    fit(model, batches(data, 16, 200, seed), torch.optim.Adam(model.parameters(), lr=RATES[lr], betas=(.9, .99)), step=step)
+    opt = torch.optim.Adam(model.parameters(), lr=RATES[lr.split(',')[0]], betas=(.9, .99))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 200)
+    fit(model, batches(data, 16, 200, seed), opt, step=step)
     with torch.no_grad():
         moved = torch.cat([(p != start[n]).flatten() for n, p in seen().items()]).float().mean().item()
         for p, q in zip(model.parameters(), list(seen().values())): p.copy_(q)

@@ -328,6 +328,16 @@ def test_a_cancelled_backward_pass_goes_on_as_in_fp32(at, opt=Adam):
     assert run() == run(mixed=None) and (any(run()) or at == 0)
 
 
+@pytest.mark.parametrize('opt', ['adam', 'adamw'])
+def test_a_cancelled_backward_pass_of_a_nan_loss_does_not_skip_the_next_step(opt):
+    seen = []
+    def loss(p, y): seen.append(p); return F.cross_entropy(p, y)*(torch.nan if len(seen) == 1 else 1)
+    learn = learner(opt, shuffle=False, loss_func=loss)
+    learn.add_cb(At('before_backward', no_backward, order=50, when=at_iter(0)))
+    fit(learn, 1)
+    assert not learn.mixed_precision_cb.history.skipped.any()
+
+
 def test_a_scale_too_large_skips_everything_by_itself_and_nothing_moves():
     "No injected infinity: the backward pass overflows in half"
     learn = learner(mixed=2.**30)

@@ -707,3 +707,22 @@ def test_scores_of_half_attention_do_not_overflow():
     q = k = torch.full((1, 4, 64), 40., dtype=torch.float16)
     v = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(0)).half()
     assert fp8_attention(q, k, v, recipe=RECIPES['none']).isfinite().all() and fp8_attention(q, k, v).isfinite().all()
+
+
+class _Einsum(nn.Module):
+    def __init__(self): super().__init__(); self.w = nn.Parameter(torch.randn(3, 4))
+    def forward(self, x): return torch.einsum('bi,oi->bo', x, self.w)
+
+
+@each('amp', [False, True])
+def test_a_product_with_a_weight_is_refused_under_autocast_too(amp):
+    "Autocast copies the weight before the product"
+    net = simulate_fp8(_Einsum(), attention=False)
+    with torch.autocast('cpu', torch.bfloat16, enabled=amp), pytest.raises(ValueError, match='not converted'): net(r(2, 4))
+
+
+@each('call, says', [
+    (lambda: simulate_fp8(simulate_fp8(nn.Linear(2, 2))), 'converted already'), (lambda: simulate_fp8(3), '3 is not a model'),
+    (lambda: CastConfig(tile=(0, 32)), 'tile=0'), (lambda: Recipe(history=-1), 'history=-1')])
+def test_what_cannot_be_converted_is_named(call, says):
+    with pytest.raises((ValueError, TypeError), match=says): call()

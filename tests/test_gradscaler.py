@@ -1128,3 +1128,26 @@ def test_a_policy_is_taken_as_it_is(policy, growth):
     given = policy()
     scaler = GradScaler(given)
     assert scaler.policy is given and given.scale == 64 and scaler.state_dict()['growth_factor'] == growth
+
+
+@pytest.mark.parametrize('new_scale', [None, 1024., torch.tensor(1024.)], ids=['policy', 'float', 'tensor'])
+def test_buffers_come_back_whoever_chooses_the_next_scale(new_scale):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    scaler, opt = GradScaler('cpu', model=model), SGD(model.parameters(), lr=.1)
+    scaler.scale(model(torch.full((4, 3), INF)).square().mean()).backward()
+    scaler.step(opt)
+    scaler.update(new_scale)
+    assert not model[1].running_mean.any() and model[1].num_batches_tracked == 0
+
+
+def test_a_scaler_that_torch_disables_leaves_no_hook():
+    if torch.cuda.is_available(): pytest.skip('torch enables it here')
+    model = nn.BatchNorm1d(3)
+    with pytest.warns(UserWarning): scaler = GradScaler('cuda', model=model)
+    assert not scaler.is_enabled() and not model._forward_pre_hooks
+
+
+def test_no_model_and_no_state_are_named():
+    with pytest.raises(TypeError, match='model=3'): GradScaler('cpu', model=3)
+    for policy in (DynamicScaler(), StaticScaler(8.)):
+        with pytest.raises(ValueError, match='scale'): GradScaler(policy).load_state_dict({'foo': 1})

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_sequence
 from mpcourse import half
 from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.formats import same_bits
-from mpcourse.half import (NORMS, ClampInfinite, cast, cast_policy, clamp_hooks, clamp_infinite, is_norm, model_bytes,
+from mpcourse.half import (NORMS, ClampInfinite, cast, half_dtype, cast_policy, clamp_hooks, clamp_infinite, is_norm, model_bytes,
                            model_to_float, model_to_half, saved_bytes)
 from mpcourse.toys import char_transformer, digits
 from mpcourse.zoo import captions, cnn, two_towers
@@ -708,3 +708,32 @@ def test_a_norm_converted_on_one_device_is_asked_again_where_it_runs(monkeypatch
     monkeypatch.setattr(half, 'MIXED', {})                 # as on a device whose kernel wants one dtype
     assert net(x).dtype == torch.float16 and (net(x) - want).abs().max() < 1e-2
     assert isinstance(net[1].forward, half.FP32Forward)
+
+
+class _Features(nn.Module):
+    def __init__(self): super().__init__(); self.lin = nn.Linear(4, 4); self.register_buffer('mean', torch.zeros(4))
+    def forward(self, x): return self.lin(x - self.mean)
+
+
+class _Perceptual(nn.modules.loss._Loss):
+    def __init__(self): super().__init__(); self.features = _Features()
+    def forward(self, a, b): return (self.features(a) - self.features(b)).square().mean()
+
+
+def test_a_part_with_buffers_inside_a_loss_stays_in_float32():
+    loss = _Perceptual()
+    a, b = 1000*torch.randn(2, 4).half(), torch.zeros(2, 4).half()
+    want = loss(a.float(), b.float())
+    assert want > 65504 and same_bits(model_to_half(loss)(a, b).float(), want)
+
+
+def test_half_comes_out_whether_half_goes_in_by_place_or_by_name():
+    class M(_Features):
+        def forward(self, x): return super().forward(x)*self.mean.add(1)
+    m = model_to_half(M())
+    x = torch.randn(2, 4).half()
+    assert m(x).dtype == m(x=x).dtype == torch.float16
+
+
+def test_what_is_no_name_of_a_dtype_is_a_sentence():
+    with pytest.raises(ValueError, match=r"\['fp16'\] is not a half precision"): half_dtype(['fp16'])

@@ -91,7 +91,7 @@ def test_gradients_go_up_and_are_unscaled_in_fp32(device, flat, as_tensor, k):
     for step in range(2):
         to_master_grads(ps, ms, torch.tensor(2.**k, device=device) if as_tensor else 2.**k, flat)
         for g,m in zip(ps, ms):
-            got = M._unflatten_dense_tensors(m[0].grad, g) if flat else [x.grad for x in m]
+            got = [x.view_as(p) for x, p in zip(m[0].grad.split([p.numel() for p in g]), g)] if flat else [x.grad for x in m]
             for p,x in zip(g, got):
                 if p.grad is None: assert x is None
                 else: assert same_bits(x, p.grad.float()*2.**k)
@@ -124,7 +124,7 @@ def test_weights_go_down_rounded_once(flat):
     model_to_half(net)
     with torch.no_grad(): ms[0][0].mul_(1.01)
     to_model_params(ps, ms, flat)
-    for p,m in zip(ps[0], M._unflatten_dense_tensors(ms[0][0], ps[0]) if flat else ms[0]): assert same_bits(p.data, m.data.to(p.dtype))
+    for p,m in zip(ps[0], [x.view_as(p) for x, p in zip(ms[0][0].split([p.numel() for p in ps[0]]), ps[0])] if flat else ms[0]): assert same_bits(p.data, m.data.to(p.dtype))
     assert net[0].weight.dtype is H and net[1].weight.dtype is F32
 
 
@@ -309,3 +309,7 @@ def test_flat_masters_need_an_optimizer_of_their_own():
     groups, masters = get_master(opt, flat=True)
     with pytest.raises(ValueError, match=r'\[6\] and \[1\].*new optimizer'): exchange_params(opt, groups, masters)
     assert [len(g['params']) for g in opt.param_groups] == [6]
+
+
+def test_named_parameters_are_no_parameters():
+    with pytest.raises(TypeError, match='is no parameter'): get_master(list(nn.Linear(2, 2).named_parameters()))

@@ -11,7 +11,7 @@ from test_scaler import ALS, InPlace, Torch
 from mpcourse.formats import same_bits
 from mpcourse.recipe import train_fp16
 from mpcourse.scaler import StaticScaler
-from mpcourse.step import StepController, MixedStep, StepOutcome, grad_statistic, named_gradients, take_step, unscale_
+from mpcourse.step import BufferSnapshot, StepController, MixedStep, StepOutcome, grad_statistic, named_gradients, take_step, unscale_
 from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, get_toy, train_toy
 
@@ -673,6 +673,72 @@ def test_a_skipped_step_takes_back_a_buffer_that_it_made_or_reshaped():
     assert not step.outcome.stepped and net.mean is None and net.seen.shape == (0,)
     step(net, x, torch.zeros(5, 1), opt, mse)
     assert step.outcome.stepped and same_bits(net.mean, x.mean(0)) and net.seen.shape == (5,)
+
+
+class Remembers(nn.Linear):
+    "Its forward pass puts another tensor in a buffer's place: the batch, a weight, an activation, an expanded one"
+    def __init__(self, what, was): super().__init__(3, 3); self.what = what; self.register_buffer('last', was)
+    def forward(self, x):
+        y = super().forward(x)
+        now = dict(batch=x, weight=self.weight, activation=y, expanded=x[:1].expand(4, 3), none=None)[self.what]
+        self.last = now if now is None else now.detach()
+        return y
+
+
+@pytest.mark.parametrize('was', [torch.zeros(4, 3), torch.zeros(()).expand(4, 3), None], ids=['own', 'expanded', 'none'])
+@pytest.mark.parametrize('what', ['batch', 'weight', 'activation', 'expanded', 'none'])
+def test_a_buffer_that_the_forward_pass_exchanges_comes_back_and_nothing_writes_into_the_new_one(what, was):
+    net, step, data = Remembers(what, was), MixedStep(StaticScaler(2.)), torch.randn(8, 3)
+    opt, before = sgd(net), [data.clone(), net.weight.detach().clone()]
+    step(net, data[:4], torch.full((4, 3), torch.inf), opt, mse)
+    assert not step.outcome.stepped and net.last is was and (was is None or not was.any())
+    assert torch.equal(data, before[0]) and torch.equal(net.weight, before[1])
+    step(net, data[4:], torch.zeros(4, 3), opt, mse)
+    assert step.outcome.stepped and (net.last is None) == (what == 'none') and torch.equal(data, before[0])
+    if what == 'weight': assert torch.equal(net.last, net.weight)
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_buffers_inside_a_checkpoint_come_back_or_the_reentrant_one_is_refused(reentrant):
+    from torch.utils.checkpoint import checkpoint_sequential
+    from mpcourse.gradscaler import GradScaler
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    opt, scaler, x = sgd(net), GradScaler('cpu', model=net), torch.randn(4, 3, requires_grad=True)
+    def train():
+        scaler.scale((checkpoint_sequential(net, 3, x*torch.inf, use_reentrant=reentrant)).square().mean()).backward()
+        scaler.step(opt)
+        scaler.update()
+    if reentrant:
+        with pytest.raises(ValueError, match='use_reentrant=False'): train()
+    else:
+        train()
+        assert not scaler.last_outcome.stepped and not net[1].running_mean.any() and net[1].num_batches_tracked == 0
+
+
+def test_a_copy_of_a_watched_model_keeps_nothing():
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    kept = BufferSnapshot(net)
+    kept.watch()
+    twin = copy.deepcopy(net)
+    twin(torch.randn(4, 3))
+    hook, = twin[1]._forward_pre_hooks.values()
+    assert not kept.before and not hook.__self__.before
+    net(torch.randn(4, 3))
+    assert kept.before
+
+
+def test_a_log_of_nothing_and_a_frozen_sparse_table_are_welcome():
+    net, step = nn.Linear(3, 2), MixedStep(StaticScaler(8.))
+    step(net, torch.randn(4, 3), torch.zeros(4, dtype=torch.bool), sgd(net), lambda p, y: p.square().mean() - (p[y].abs() + 1e-3).log().sum())
+    assert step.outcome.stepped
+    net = nn.Sequential(nn.Embedding.from_pretrained(torch.randn(5, 3), sparse=True), nn.Linear(3, 2))
+    MixedStep(StaticScaler(8.))(net, torch.arange(4), torch.zeros(4, 2), sgd(net), mse)
+
+
+@pytest.mark.parametrize('kw', [dict(clip='1'), dict(clip=0), dict(compute=3)])
+def test_arguments_of_a_step_that_cannot_work_are_named(kw):
+    (name, value), = kw.items()
+    with pytest.raises(ValueError, match=f'{name}={value!r}'): MixedStep(StaticScaler(8.), **kw)
 
 
 def test_an_optimizer_that_steps_in_the_backward_pass_is_refused_and_undone():

@@ -1204,12 +1204,8 @@ def test_assertions_name_what_is_off():
     with pytest.raises(AssertionError, match='nan'): assert_unit_scaled(lambda x: x*math.nan, x=r(64))
 
 
-def test_parameters_are_named_by_whoever_knows_them():
-    "Their gradients keep factors of their own; names that are contained in 'wb' by chance do not"
-    from mpcourse.unit import constrain, unit_op
-    ideal = dict(y=1., x=4., gain=3., wb=9.)
-    assert constrain(ideal, 'to_output', params=('gain',)) == dict(y=1., x=1., gain=3., wb=1.)
-    assert constrain(ideal, 'to_output') == dict(y=1., x=1., gain=1., wb=1.)
-    x, gain = torch.randn(8, 4, dtype=torch.float16, requires_grad=True), torch.ones(4, dtype=torch.float16, requires_grad=True)
-    unit_op(torch.mul, dict(y=1., x=1., gain=.5), params=('gain',), x=x, gain=gain).sum().backward()
-    assert torch.allclose(gain.grad, x.detach().float().sum(0).half()/2, atol=1e-2)
+@pytest.mark.parametrize('call, says', [
+    (lambda: unit_dropout(r(4), 1.), 'p=1'), (lambda: weighted_add(), 'make no sum'), (lambda: weighted_add(r(4), r(4), weights=(0, 0)), r'\(0, 0\)'),
+    (lambda: unit_elementwise(torch.sign, r(4)), 'constant'), (lambda: unit_elementwise(torch.ones_like, r(4)), 'no gradient')])
+def test_what_has_no_scale_is_named(call, says):
+    with pytest.raises(ValueError, match=says): call()
