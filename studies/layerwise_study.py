@@ -27,13 +27,17 @@ measured = partial(StaticScaler.measured, target=2.**13)
 def layerwise(model, batch, loss_func, **config):
     "Measured factors, and the loss scale of the row `measured`"
     start = max(1., measured(model, batch, loss_func).scale.item())
-    return LayerwiseScaler.measured(model, batch, loss_func, init_scale=start, cap=2.**100, **config)
+    return LayerwiseScaler.measured(model, batch, loss_func, **{'init_scale': start, 'cap': 2.**100, **config})
 
 
 SCHEMES = {'FP32': None, 'static 1': lambda *_: StaticScaler(1.), 'measured': measured,
            'ALS': lambda *_: ALSScaler(), 'layer-wise, from 1': lambda model, *_: LayerwiseScaler(model),
            'layer-wise, measured': layerwise, 'layer-wise, every 100': partial(layerwise, every=100)}
+# what keeps the gradients of the deep net: the start, or room for large factors?
+CAUSES = {'layer-wise, from 1, no cap': lambda model, *_: LayerwiseScaler(model, cap=2.**100),
+          'layer-wise, measured, cap 2^10': lambda *given: layerwise(*given, cap=2.**10)}
 ROWS = {f'{net}: {scheme}': (net, scheme) for net in NETS for scheme in SCHEMES}
+ROWS |= {f'24 sigmoids: {scheme}': ('24 sigmoids', scheme) for scheme in CAUSES}
 SEEDS = range(3)
 EVERY = 20
 
@@ -64,7 +68,8 @@ def looked_at(step, looks):
 def milliseconds(toy, scheme, seed, steps=30):
     "Shortest time of a step without looks, the processor's"
     model, times, first = toy.model(seed=seed), [], next(batches(toy.data(), toy.bs, 1, seed))
-    step = MixedStep(SCHEMES[scheme](model, first, toy.loss_func)) if SCHEMES[scheme] else plain_step
+    make = {**SCHEMES, **CAUSES}[scheme]
+    step = MixedStep(make(model, first, toy.loss_func)) if make else plain_step
     opt = toy.opt(model.parameters())
     for xb, yb in batches(toy.data(), toy.bs, steps, seed):
         start = time.process_time()
@@ -78,7 +83,7 @@ def run(row, seed):
     net, scheme = ROWS[row]
     (toy, steps), looks = NETS[net], []
     first = next(batches(toy.data(), toy.bs, 1, seed))
-    make = SCHEMES[scheme]
+    make = {**SCHEMES, **CAUSES}[scheme]
     step = MixedStep(make(toy.model(seed=seed), first, toy.loss_func)) if make else plain_step
     res = train_toy(toy, looked_at(step, looks), seed, steps=steps)
     names = list(looks[0])
