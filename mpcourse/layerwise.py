@@ -312,7 +312,7 @@ def choose(self:LayerwiseScaler,
 
 @patch
 def by_layer(self:LayerwiseScaler)->dict: # name -> float; 0: not known
-    "The factor of each layer"
+    "The product of the factors from the loss down to each layer"
     return dict(zip(self.layers, self.factors.tolist()))
 
 # %% ../nbs/20_layerwise.ipynb #bf929fcb
