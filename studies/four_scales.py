@@ -1,0 +1,47 @@
+"""What keeps a small net learning in four bits: blocks, stochastic rounding of gradients, or a readout in FP32? (chapter 28)
+
+The net of the chapter's opening: eight symbols to the next one, 200 steps of 64 windows. Every linear layer has operands in
+E2M1, with one scale for the tensor or one for sixteen numbers (NVFP4). The loss is the mean of the last twenty.
+"""
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpcourse.fourbits import FP4_RECIPES
+from mpcourse.fp8 import CastConfig, Recipe, fp32_scale, simulate_fp8
+from mpcourse.toys import char_text, fit, seeded
+
+CAST = CastConfig('e2m1', scale=fp32_scale)
+SCALES = {'one scale': Recipe(CAST, CAST, CAST), 'blocks': FP4_RECIPES['nvfp4_plain']}
+ROWS = ['FP32'] + [f'{scale}{more}' for scale in SCALES for more in ('', ', stochastic gradients', ', readout in FP32')]
+SEEDS = range(8)
+
+
+def net(seed):
+    "As the opening's"
+    def block(): return [nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)]
+    with seeded(seed): return nn.Sequential(nn.Embedding(96, 8), nn.Flatten(), nn.Linear(64, 64), *block(),
+                                            nn.LayerNorm(64), nn.Linear(64, 96))
+
+
+def run(row, seed, steps=200):
+    "Mean of the last twenty training losses"
+    torch.manual_seed(seed)             # for stochastic rounding
+    name, _, more = row.partition(', ')
+    model = net(seed)
+    if name != 'FP32':
+        recipe = SCALES[name]
+        if 'stochastic' in more: recipe = replace(recipe, g=replace(recipe.g, rounding='stochastic'))
+        model = simulate_fp8(model, recipe, keep='8' if 'readout' in more else ())
+    windows, gen = char_text(9).train[0], torch.Generator().manual_seed(seed)
+    data = (windows[torch.randint(len(windows), (64,), generator=gen)] for _ in range(steps))
+    opt = torch.optim.Adam(model.parameters(), .01)
+    losses = fit(model, ((w[:, :8], w[:, 8]) for w in data), opt, F.cross_entropy, schedule=lambda i: 1 - i/steps)['loss']
+    return dict(loss=sum(losses[-20:])/20)
+
+
+if __name__ == '__main__':
+    from runner import main
+    main(run, ROWS, SEEDS)
