@@ -25,7 +25,8 @@ def group_params(
         if isinstance(group, Tensor): group = [group]
         lists.append(list(group))
     for p in sum(lists, []):
-        if not isinstance(p, Tensor): raise TypeError(f'{p!r} is no parameter: give model.parameters().')
+        if not isinstance(p, Tensor):
+            raise TypeError(f'{p!r} is no parameter: give model.parameters().')
     return lists
 
 def _flat(tensors): return torch.cat([t.reshape(-1) for t in tensors])

@@ -103,7 +103,7 @@ def grad_statistic(
 
 # %% ../nbs/09_step.ipynb #e537a3fb
 def _contents(b):
-    "A buffer's numbers, to be read and written; None without a buffer, and of an expanded one, which no forward writes"
+    "A buffer's numbers; None if there is no buffer, or an expanded one, which nothing can write"
     if b is None or 0 in _local(b).stride(): return None
     return _local(b).data
 
@@ -139,8 +139,8 @@ class BufferSnapshot:
         kept = len(self.before)
         self.save(module)
         if len(self.before) > kept and torch._C._current_graph_task_id() != -1: raise ValueError(
-            f'{type(module).__name__} ran first without gradients, in a reentrant checkpoint, where its buffers '
-            'cannot be kept: take `use_reentrant=False`.')
+            f'{type(module).__name__} ran first without gradients, in a reentrant checkpoint, '
+            'where its buffers cannot be kept: take `use_reentrant=False`.')
 
     def save(self,
         part:nn.Module|None=None, # of the model; None: all of it
@@ -162,8 +162,8 @@ class BufferSnapshot:
         skip = found > 0
         for (m, n), (b, was) in self.before.items():
             another = m._buffers.get(n) is not b
-            if another:                           # it may be the batch or a weight: nothing writes into it
-                if not skip.item(): continue      # the host reads, for such models alone
+            if another:                             # a batch or a weight? Nothing writes into it
+                if not skip.item(): continue        # the host reads, for such models alone
                 m._buffers[n] = b
             now = _contents(b)
             if now is None or was is None: continue
@@ -454,7 +454,8 @@ def validate_trainable(
         raise ValueError(f'{n} is {p.dtype}, and autocast casts only float32: '
                          'cast the model to float32.')
     for n, m in model.named_modules():
-        if getattr(m, 'sparse', False) is True and any(p.requires_grad for p in m.parameters()): raise ValueError(
+        trained = any(p.requires_grad for p in m.parameters())
+        if trained and getattr(m, 'sparse', False) is True: raise ValueError(
             f'The gradient of {n} is sparse, and cannot be unscaled: set sparse=False.')
 
 def validate_optimizer(

@@ -347,7 +347,8 @@ def unit_dropout(
     training:bool=True, # else nothing is dropped; the factor stays
 )->Tensor: # like x; of unit scale in training
     "Dropout, unit-scaled"
-    if not 0 <= p < 1: raise ValueError(f'p={p} cannot work: it is the share that is dropped, so take 0 ≤ p < 1.')
+    if not 0 <= p < 1: raise ValueError(
+        f'p={p} cannot work: it is the share that is dropped, so take 0 ≤ p < 1.')
     f = (1 - p)**.5
     return unit_op(partial(F.dropout, p=p, training=training), dict(y=f, x=f), f, x=x)
 
@@ -422,7 +423,8 @@ def weighted_add(
 )->Tensor: # the weighted sum
     "A sum of unit scale, with its own gradients"
     if weights is None: weights = [1.]*len(xs)
-    if not any(weights): raise ValueError(f'weights={weights} make no sum: give at least one that is not 0.')
+    if not any(weights): raise ValueError(
+        f'weights={weights} make no sum: give at least one that is not 0.')
     squares = 0
     for w in weights: squares += w*w
     norm = squares**-.5
