@@ -274,7 +274,7 @@ class MixedPrecisionCB(HalfPrecisionCB):
         opt = self.learn.opt
         named = self.controller.gradients(opt)
         alone = decision_group(self.group, self.learn.model) is None
-        if alone and not named: return self.after_cancel_step()  # a CancelBackwardException: as in FP32
+        if alone and not named: return self.after_cancel_step()     # a CancelBackwardException
         self.controller.unscale_(named)
         self.controller.number = len(self.history) - 1
         self.last_outcome = self.controller.decide()

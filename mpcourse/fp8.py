@@ -506,6 +506,14 @@ def _get_recipe(recipe):
                      'or make a Recipe.')
 
 # %% ../nbs/27_fp8.ipynb #58d10bfe
+def _validate_unconverted(model):
+    "TypeError for no model; ValueError for TorchScript, and for a converted model"
+    validate_not_scripted(model)
+    for m in model.modules():
+        if hasattr(m, 'not_converted'): raise ValueError(
+            'The model is converted already, and a product would be cast twice: '
+            'convert the original.')
+
 def simulate_fp8(
     model:nn.Module, # any; it is not changed
     recipe:Recipe|str=Recipe(), # a Recipe, or a name in `RECIPES`
@@ -516,9 +524,7 @@ def simulate_fp8(
     """Convert every linear layer, attention, convolution and product of a model to few bits
 
     Where scales are delayed, attention takes current ones. ValueError for an impossible module."""
-    validate_not_scripted(model)
-    if any(hasattr(m, 'not_converted') for m in model.modules()): raise ValueError(
-        'The model is converted already, and a product would be cast twice: convert the original.')
+    _validate_unconverted(model)
     recipe = _get_recipe(recipe)
     keep = [keep] if isinstance(keep, str) else list(keep)
     names = list(dict(model.named_modules()))

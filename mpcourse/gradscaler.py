@@ -77,6 +77,12 @@ def _device_type(device):
         "or GradScaler(get_policy('megatron')), a model as GradScaler(model=model), "
         'and a first scale by its name, init_scale=.') from None
 
+def _as_one(model):
+    "Several models as one; TypeError for anything else than a model, a list of them, or None"
+    if isinstance(model, (list, tuple)): model = nn.ModuleList(model)
+    if isinstance(model, nn.Module|None): return model
+    raise TypeError(f'model={model!r} is no model: give an nn.Module, or a list of them.')
+
 class GradScaler(_PolicyNumbers, torch.amp.GradScaler):
     "torch.amp.GradScaler with any policy of ours: change the import, keep the loop"
     def __init__(self,
@@ -104,10 +110,7 @@ class GradScaler(_PolicyNumbers, torch.amp.GradScaler):
             raise ValueError(f'{policy!r} is not a loss scaler: make one, such as DynamicScaler().')
         if type(policy).inv_scale is not LossScaler.inv_scale: raise ValueError(
             f'{policy!r} has a scale for each layer, and GradScaler has one: take MixedStep.')
-        if isinstance(model, (list, tuple)): model = nn.ModuleList(model)
-        if not isinstance(model, nn.Module|None):
-            raise TypeError(f'model={model!r} is no model: give an nn.Module, or a list of them.')
-        self.policy, self.model, self.group = policy, model, group
+        self.policy, self.model, self.group = policy, _as_one(model), group
         self.last_outcome = None
         self._ready = False                                  # has a loss shown its device?
         self._made = False                                   # has torch's constructor run?
@@ -117,7 +120,7 @@ class GradScaler(_PolicyNumbers, torch.amp.GradScaler):
         self._made = True
         if device is None: self._device = None
         self._init_scale = policy.scale.item()
-        self.controller = StepController(policy, model, group)
+        self.controller = StepController(policy, self.model, group)
         if self._enabled: finalize(self, self.controller.buffers.watch().remove)
 
 # %% ../nbs/11_gradscaler.ipynb #7eba45ef

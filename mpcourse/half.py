@@ -41,7 +41,7 @@ def half_dtype(
     "The dtype; ValueError if it is not a half precision"
     names = dict(fp16=torch.float16, float16=torch.float16,
                  bf16=torch.bfloat16, bfloat16=torch.bfloat16)
-    found = names.get(dtype) if isinstance(dtype, str) else dtype
+    found = names.get(str(dtype), dtype)
     if found in HALVES: return found
     raise ValueError(f'{dtype!r} is not a half precision: '
                      "take torch.float16 or torch.bfloat16, also 'fp16' or 'bf16'.")
@@ -244,7 +244,8 @@ def model_to_half(
         if keeps_fp32(m):
             m.forward = FP32Forward(m, dtype)
             wide.update(m.modules())
-        elif m not in wide and any(map(holds_fp32, m.modules())): m.forward = AutocastForward(m, dtype)
+        elif m not in wide and any(map(holds_fp32, m.modules())):
+            m.forward = AutocastForward(m, dtype)
     return model
 
 def model_to_float(

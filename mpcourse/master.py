@@ -29,7 +29,7 @@ def group_params(
             raise TypeError(f'{p!r} is no parameter: give model.parameters().')
     return lists
 
-def _flat(tensors): return torch.cat([t.reshape(-1) for t in tensors])
+def _flat(tensors): return torch.cat(list(map(torch.flatten, tensors)))
 
 def _wide(t):
     "A tensor without its graph, its floats in FP32, or in FP64 if they were in FP64"
@@ -97,7 +97,7 @@ def to_model_params(
 ):
     "Copy the masters into the model's parameters, rounded to their dtype"
     for ps, ms in zip(model_groups, master_groups, strict=True):
-        if flat and ms: ms = ms[0].split([p.numel() for p in ps])
+        if flat and ms: ms = ms[0].split(list(map(Tensor.numel, ps)))
         for p, m in zip(ps, ms, strict=True): p.copy_(m.view_as(p))
 
 # %% ../nbs/07_master.ipynb #3129cf3b

@@ -131,7 +131,7 @@ class BufferSnapshot:
         parts = {self.model, *_to_hook(self.model)}
         return Handles(m.register_forward_pre_hook(self.see, prepend=True) for m in parts)
 
-    def __reduce__(self): return BufferSnapshot, ()     # in a copy of the model its hooks do nothing
+    def __reduce__(self): return BufferSnapshot, ()     # in a copy of the model nothing is kept
 
     def see(self, module, args):
         "A hook before a forward pass: keep the buffers, unless it runs without gradients"
@@ -152,7 +152,8 @@ class BufferSnapshot:
             for n, b in m._buffers.items():
                 if (m, n) in self.before: continue
                 was = _contents(b)
-                self.before[m, n] = b, None if was is None else was.clone()
+                if was is not None: was = was.clone()
+                self.before[m, n] = b, was
 
     def restore(self,
         found:Tensor, # 0-dim; greater than 0: the step is skipped
@@ -454,8 +455,8 @@ def validate_trainable(
         raise ValueError(f'{n} is {p.dtype}, and autocast casts only float32: '
                          'cast the model to float32.')
     for n, m in model.named_modules():
-        trained = any(p.requires_grad for p in m.parameters())
-        if trained and getattr(m, 'sparse', False) is True: raise ValueError(
+        sparse = isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse
+        if sparse and m.weight.requires_grad: raise ValueError(
             f'The gradient of {n} is sparse, and cannot be unscaled: set sparse=False.')
 
 def validate_optimizer(
