@@ -274,7 +274,9 @@ class MixedPrecisionCB(HalfPrecisionCB):
         opt = self.learn.opt
         named = self.controller.gradients(opt)
         alone = decision_group(self.group, self.learn.model) is None
-        if alone and not named: return self.after_cancel_step()     # a CancelBackwardException
+        if alone and not named:                                     # a CancelBackwardException
+            self.after_cancel_step()
+            return
         self.controller.unscale_(named)
         self.controller.number = len(self.history) - 1
         self.last_outcome = self.controller.decide()

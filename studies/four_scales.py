@@ -17,6 +17,7 @@ CAST = CastConfig('e2m1', scale=fp32_scale)
 SCALES = {'one scale': Recipe(CAST, CAST, CAST), 'blocks': FP4_RECIPES['nvfp4_plain']}
 ROWS = ['FP32'] + [f'{scale}{more}' for scale in SCALES for more in ('', ', stochastic gradients', ', readout in FP32')]
 SEEDS = range(8)
+STEPS = 200
 
 
 def net(seed):
@@ -26,7 +27,7 @@ def net(seed):
                                             nn.LayerNorm(64), nn.Linear(64, 96))
 
 
-def run(row, seed, steps=200):
+def run(row, seed):
     "Mean of the last twenty training losses"
     torch.manual_seed(seed)             # for stochastic rounding
     name, _, more = row.partition(', ')
@@ -36,9 +37,9 @@ def run(row, seed, steps=200):
         if 'stochastic' in more: recipe = replace(recipe, g=replace(recipe.g, rounding='stochastic'))
         model = simulate_fp8(model, recipe, keep='8' if 'readout' in more else ())
     windows, gen = char_text(9).train[0], torch.Generator().manual_seed(seed)
-    data = (windows[torch.randint(len(windows), (64,), generator=gen)] for _ in range(steps))
+    data = (windows[torch.randint(len(windows), (64,), generator=gen)] for _ in range(STEPS))
     opt = torch.optim.Adam(model.parameters(), .01)
-    losses = fit(model, ((w[:, :8], w[:, 8]) for w in data), opt, F.cross_entropy, schedule=lambda i: 1 - i/steps)['loss']
+    losses = fit(model, ((w[:, :8], w[:, 8]) for w in data), opt, F.cross_entropy, schedule=lambda i: 1 - i/STEPS)['loss']
     return dict(loss=sum(losses[-20:])/20)
 
 
