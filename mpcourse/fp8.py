@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .dynamic import validate_number
+from .dynamic import validate_steps
 from .formats import e8m0, get_format
 from .half import HALVES, validate_not_scripted
 from .rounding import quantize
@@ -70,9 +70,10 @@ class CastConfig:
 
     def __post_init__(self):
         if self.tile is None: return
+        if not isinstance(self.tile, tuple) or len(self.tile) != 2: raise ValueError(
+            f'tile={self.tile!r} cannot work: give (rows, columns), such as (1, 32).')
         for size in self.tile:
-            if size is None: continue
-            validate_number('tile', size, lambda n: n > 0, 'take (rows, columns), such as (1, 32)')
+            if size is not None: validate_steps('tile', size, 32)
 
     @property
     def symmetric(self):
@@ -161,7 +162,7 @@ class Recipe:
     source: str = ''            # the program and version that the numbers are from
 
     def __post_init__(self):
-        validate_number('history', self.history, lambda n: n >= 0, 'take a number of steps, or 0')
+        if self.history: validate_steps('history', self.history, 1024)
 
 # %% ../nbs/27_fp8.ipynb #605b017a
 def _alike(source, g='e4m3', history=0, **how):
@@ -418,8 +419,9 @@ class _Products(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, '__name__', None)
         kwargs = kwargs or {}
-        self.weighted = not self.computed(tree_leaves((args, kwargs)))    # autocast copies weights
         r = self.recipe
+        if r and not self.attention:                # autocast copies weights before a product
+            self.weighted = not self.computed(tree_leaves((args, kwargs)))
         if r and func is F.multi_head_attention_forward:
             with self: return _multi_head(*args, **kwargs)
         if r and self.stays(name, args):

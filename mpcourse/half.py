@@ -222,6 +222,12 @@ def _remove_casts(model):
         for name, flag in vars(m).pop('_shortcut', {}).items(): setattr(m, name, flag)
 
 # %% ../nbs/06_half.ipynb #9e708f7c
+def _outside(m):
+    "The modules that are reached without passing through one that stays in FP32"
+    yield m
+    if keeps_fp32(m): return
+    for child in m.children(): yield from _outside(child)
+
 def model_to_half(
     model:nn.Module, # changed in place; in any floating-point dtype, compiled or not
     dtype:str|torch.dtype='fp16', # as for `half_dtype`
@@ -233,7 +239,7 @@ def model_to_half(
     policy = cast_policy(model, dtype)
     _remove_casts(model)
     _set_dtypes(model, policy)
-    wide = set()                                            # parts of what stays in FP32
+    outside = set(_outside(model))
     for m in model.modules():
         for kind, name in SHORTCUTS.items():
             if isinstance(m, kind):
@@ -241,10 +247,8 @@ def model_to_half(
                 setattr(m, name, False)
         bare = type(m).forward is nn.Module.forward and 'forward' not in vars(m)    # a ModuleList
         if bare or hasattr(m, '_orig_mod'): continue        # torch.compile: its inner model counts
-        if keeps_fp32(m):
-            m.forward = FP32Forward(m, dtype)
-            wide.update(m.modules())
-        elif m not in wide and any(map(holds_fp32, m.modules())):
+        if keeps_fp32(m): m.forward = FP32Forward(m, dtype)
+        elif m in outside and any(map(holds_fp32, m.modules())):
             m.forward = AutocastForward(m, dtype)
     return model
 

@@ -115,6 +115,13 @@ def _to_hook(m):
     for child in m.children(): yield from _to_hook(child)
 
 # %% ../nbs/09_step.ipynb #b0ffe209
+class _BeforeForward:
+    "A hook before a forward pass, which does nothing in a copy of the model"
+    def __init__(self, see=None): self.see = see
+    def __reduce__(self): return _BeforeForward, ()
+    def __call__(self, module, args):
+        if self.see: self.see(module)
+
 class BufferSnapshot:
     """A model's buffers as they were before a step: running statistics, power iterations, counters
 
@@ -123,24 +130,27 @@ class BufferSnapshot:
     def __init__(self,
         model:nn.Module|None=None, # None: nothing is kept
     ):
-        self.model, self.before = model, {}
+        self.model = model
+        self.clear()
 
     def watch(self)->Handles: # the hooks
         "Keep the buffers of whatever part of the model is called, before it runs"
         if self.model is None: return Handles()
         parts = {self.model, *_to_hook(self.model)}
-        return Handles(m.register_forward_pre_hook(self.see, prepend=True) for m in parts)
+        hook = _BeforeForward(self.see)
+        return Handles(m.register_forward_pre_hook(hook, prepend=True) for m in parts)
 
-    def __reduce__(self): return BufferSnapshot, ()     # in a copy of the model nothing is kept
-
-    def see(self, module, args):
-        "A hook before a forward pass: keep the buffers, unless it runs without gradients"
-        if self.model is None or not torch.is_grad_enabled(): return
+    def see(self, module):
+        "Before a forward pass: keep the buffers, unless it runs without gradients"
+        if not torch.is_grad_enabled(): return
         kept = len(self.before)
         self.save(module)
-        if len(self.before) > kept and torch._C._current_graph_task_id() != -1: raise ValueError(
+        if torch.compiler.is_compiling(): return
+        again = torch._C._current_graph_task_id() != -1      # computed again in the backward pass
+        if again and len(self.before) > kept and module not in self.called: raise ValueError(
             f'{type(module).__name__} ran first without gradients, in a reentrant checkpoint, '
             'where its buffers cannot be kept: take `use_reentrant=False`.')
+        self.called.add(module)
 
     def save(self,
         part:nn.Module|None=None, # of the model; None: all of it
@@ -161,10 +171,11 @@ class BufferSnapshot:
         "Put back what was kept, on the device, if the step is skipped"
         if not self.before: return
         skip = found > 0
+        skipped = None
         for (m, n), (b, was) in self.before.items():
-            another = m._buffers.get(n) is not b
-            if another:                             # a batch or a weight? Nothing writes into it
-                if not skip.item(): continue        # the host reads, for such models alone
+            if m._buffers.get(n) is not b:          # a batch or a weight? Nothing writes into it
+                if skipped is None: skipped = skip.item()       # one read, for such models alone
+                if not skipped: continue
                 m._buffers[n] = b
             now = _contents(b)
             if now is None or was is None: continue
@@ -175,6 +186,7 @@ class BufferSnapshot:
     def clear(self):
         "Drop the copies, since the step is over"
         self.before = {}
+        self.called = set()
 
 # %% ../nbs/09_step.ipynb #35c00c8b
 LOOK_EVERY = 50 # steps from one look of the host at a skip to the next; bad losses before a warning
@@ -506,7 +518,8 @@ def _is_log(node):
     found = _LOGS.match(node.name())
     if not found or found[1] == 'BinaryCrossEntropy': return bool(found)
     x = node._saved_self
-    return x.numel() > 0 and bool(x.min() < (found[1] != 'Log1P'))
+    if x.is_complex() or not x.numel(): return False
+    return bool(x.min() < (found[1] != 'Log1P'))
 
 def validate_log_of_half(
     loss, # a loss, or a nest of them, before the backward pass

@@ -737,3 +737,10 @@ def test_half_comes_out_whether_half_goes_in_by_place_or_by_name():
 
 def test_what_is_no_name_of_a_dtype_is_a_sentence():
     with pytest.raises(ValueError, match=r"\['fp16'\] is not a half precision"): half_dtype(['fp16'])
+
+
+def test_a_part_that_a_loss_shares_with_the_model_still_takes_half():
+    class M(nn.Module):
+        def __init__(self): super().__init__(); self.loss = _Perceptual(); self.stage = self.loss.features
+        def forward(self, x): return self.stage(x)
+    assert model_to_half(M())(torch.randn(2, 4).half()).dtype == torch.float16

@@ -721,10 +721,51 @@ def test_a_copy_of_a_watched_model_keeps_nothing():
     kept.watch()
     twin = copy.deepcopy(net)
     twin(torch.randn(4, 3))
-    hook, = twin[1]._forward_pre_hooks.values()
-    assert not kept.before and not hook.__self__.before
+    assert not kept.before
     net(torch.randn(4, 3))
     assert kept.before
+
+
+def test_a_copy_of_model_and_step_together_still_restores():
+    net, step = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), MixedStep(StaticScaler(2.))
+    step(net, torch.randn(4, 3), torch.zeros(4, 3), sgd(net), mse)
+    net, step = copy.deepcopy((net, step))
+    was = net[1].running_mean.clone()
+    step(net, torch.full((4, 3), torch.inf), torch.zeros(4, 3), sgd(net), mse)
+    assert not step.outcome.stepped and torch.equal(net[1].running_mean, was)
+
+
+def test_the_host_reads_once_for_all_exchanged_buffers(monkeypatch):
+    class Many(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            for i in range(9): self.register_buffer(f'b{i}', torch.zeros(3))
+        def forward(self, x):
+            for i in range(9): setattr(self, f'b{i}', x.detach()[i % len(x)])
+            return super().forward(x)
+    net, reads, item = Many(), [], torch.Tensor.item
+    kept = BufferSnapshot(net)
+    kept.save()
+    net(torch.randn(4, 3))
+    monkeypatch.setattr(torch.Tensor, 'item', lambda t: reads.append(t) or item(t))
+    kept.restore(torch.tensor(0.))
+    assert len(reads) == 1
+
+
+def test_a_layer_that_makes_its_buffer_in_a_checkpointed_forward_trains():
+    from torch.utils.checkpoint import checkpoint
+    from mpcourse.gradscaler import GradScaler
+    class Lazy(nn.Linear):
+        def forward(self, x):
+            if 'n' not in self._buffers: self.register_buffer('n', torch.zeros(()))
+            return super().forward(x)
+    net = nn.Sequential(nn.BatchNorm1d(3), Lazy(3, 3))
+    scaler, opt = GradScaler('cpu', model=net), sgd(net)
+    for _ in range(2):
+        scaler.scale(checkpoint(net, torch.randn(4, 3, requires_grad=True), use_reentrant=False).sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert scaler.last_outcome.stepped
 
 
 def test_a_log_of_nothing_and_a_frozen_sparse_table_are_welcome():
