@@ -15,7 +15,9 @@ from mpcourse.toys import char_text, fit, seeded
 
 CAST = CastConfig('e2m1', scale=fp32_scale)
 SCALES = {'one scale': Recipe(CAST, CAST, CAST), 'blocks': FP4_RECIPES['nvfp4_plain']}
-ROWS = ['FP32'] + [f'{scale}{more}' for scale in SCALES for more in ('', ', stochastic gradients', ', readout in FP32')]
+ALONE = 'FP32, the gradient of the logits with one scale'
+BUT = 'one scale, the gradient of the logits in FP32'
+ROWS = ['FP32', ALONE, BUT] + [f'{scale}{more}' for scale in SCALES for more in ('', ', stochastic gradients', ', readout in FP32')]
 SEEDS = range(8)
 STEPS = 200
 
@@ -27,15 +29,54 @@ def net(seed):
                                             nn.LayerNorm(64), nn.Linear(64, 96))
 
 
+class CastGradient(torch.autograd.Function):
+    "The gradient in E2M1, and nothing else"
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, g): return CAST(g)
+
+
+class CastForward(torch.autograd.Function):
+    "The tensor in E2M1, and not its gradient"
+    @staticmethod
+    def forward(ctx, x): return CAST(x)
+    @staticmethod
+    def backward(ctx, g): return g
+
+
+class Cast(nn.Module):
+    "As a layer"
+    def forward(self, x): return CastGradient.apply(x)
+
+
+class Readout(nn.Linear):
+    "Inputs and weights in E2M1; the gradient of the logits stays in FP32"
+    def forward(self, x): return F.linear(CastForward.apply(x), CastForward.apply(self.weight), self.bias)
+
+
+def isolated(row, seed):
+    "The net in which the gradient of the logits alone is cast, or everything else"
+    model = net(seed)
+    if row == ALONE: return nn.Sequential(model, Cast())
+    model[8].__class__ = Readout
+    return simulate_fp8(model, SCALES['one scale'], keep='8')
+
+
+def converted(row, seed):
+    "The net of a row"
+    if row in (ALONE, BUT): return isolated(row, seed)
+    name, _, more = row.partition(', ')
+    if name == 'FP32': return net(seed)
+    recipe = SCALES[name]
+    if 'stochastic' in more: recipe = replace(recipe, g=replace(recipe.g, rounding='stochastic'))
+    return simulate_fp8(net(seed), recipe, keep='8' if 'readout' in more else ())
+
+
 def run(row, seed):
     "Mean of the last twenty training losses"
     torch.manual_seed(seed)             # for stochastic rounding
-    name, _, more = row.partition(', ')
-    model = net(seed)
-    if name != 'FP32':
-        recipe = SCALES[name]
-        if 'stochastic' in more: recipe = replace(recipe, g=replace(recipe.g, rounding='stochastic'))
-        model = simulate_fp8(model, recipe, keep='8' if 'readout' in more else ())
+    model = converted(row, seed)
     windows, gen = char_text(9).train[0], torch.Generator().manual_seed(seed)
     data = (windows[torch.randint(len(windows), (64,), generator=gen)] for _ in range(STEPS))
     opt = torch.optim.Adam(model.parameters(), .01)
