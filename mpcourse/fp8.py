@@ -17,10 +17,10 @@ from functools import partial, update_wrapper
 import torch, torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from .dynamic import validate_steps
+from .dynamic import validate_number, validate_steps
 from .formats import e8m0, get_format
 from .half import HALVES, validate_not_scripted
 from .rounding import quantize
@@ -72,8 +72,9 @@ class CastConfig:
         if self.tile is None: return
         if not isinstance(self.tile, tuple) or len(self.tile) != 2: raise ValueError(
             f'tile={self.tile!r} cannot work: give (rows, columns), such as (1, 32).')
-        for size in self.tile:
-            if size is not None: validate_steps('tile', size, 32)
+        rows, columns = self.tile
+        for size in (rows, columns or 1): validate_number(
+            'tile', size, lambda n: n >= 1 and n == int(n), 'give whole numbers, such as (1, 32)')
 
     @property
     def symmetric(self):
@@ -276,7 +277,9 @@ def _share_scale(amax, global_amax, fmt, tiles):
 #| code-fold: true
 def _scale_first(q, scale):
     "The scale of scores goes into half queries, since the product may not fit into FP16"
-    if q.dtype in HALVES: return q*scale, 1.
+    kind = q.device.type
+    cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in HALVES
+    if cast or q.dtype in HALVES: return q*scale, 1.
     return q, scale
 
 def fp8_attention(
@@ -375,7 +378,9 @@ def _multi_head(
 # %% ../nbs/27_fp8.ipynb #94e7a86e
 def _place(t):
     "Where a tensor's numbers lie: a view of a weight lies where the weight does"
-    if not isinstance(t, Tensor) or t.layout is not torch.strided: return None
+    if not isinstance(t, Tensor) or is_traceable_wrapper_subclass(t): return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(t): return None
+    if t.layout is not torch.strided: return None
     return t.untyped_storage().data_ptr()
 
 class _Products(torch.overrides.TorchFunctionMode):

@@ -167,9 +167,10 @@ def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16
     controller.add(dict(found_inf=found))
     seen = controller.gather()
     self._per_optimizer_states[id(optimizer)]['seen'] = seen
-    loss_nonfinite = controller.stats['loss_nonfinite']      # the next optimizer needs it, too
+    of_loss = dict(controller.stats)                         # the next optimizer needs it, too
     controller.reset()
-    controller.stats['loss_nonfinite'] = loss_nonfinite
+    for n in ('loss_nonfinite', ('amax', 'loss')):
+        if n in of_loss: controller.stats[n] = of_loss[n]
     skips = seen['skips']
     if not alone or len(flags) > 1: skips = skips.clamp(max=1)
     return {skips.device: skips}

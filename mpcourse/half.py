@@ -175,8 +175,8 @@ def as_came_in(
     out, # what it returned
 ):  # the output; as half where half came in and float32 of the same shape goes out
     "Return half outputs, as a module without FP32 buffers would"
-    if not args or not isinstance(args[0], Tensor) or not isinstance(out, Tensor): return out
-    x = args[0]
+    x = next(filter(torch.is_tensor, args), None)
+    if x is None or not isinstance(out, Tensor): return out
     widened = x.dtype in HALVES and out.dtype == torch.float32 and out.shape == x.shape
     return out.to(x.dtype) if widened else out
 
@@ -234,6 +234,7 @@ def model_to_half(
 )->nn.Module: # the model
     """Put a model in half precision by `cast_policy`: norms compute in float32, buffers stay in it
 
+    A part that a loss shares with the rest of the model computes in half.
     Not for `nn.DataParallel`, whose replicas would call the original's layers: take DDP."""
     dtype = half_dtype(dtype)
     policy = cast_policy(model, dtype)
@@ -247,8 +248,9 @@ def model_to_half(
                 setattr(m, name, False)
         bare = type(m).forward is nn.Module.forward and 'forward' not in vars(m)    # a ModuleList
         if bare or hasattr(m, '_orig_mod'): continue        # torch.compile: its inner model counts
+        if m not in outside: continue                       # its whole computes in FP32
         if keeps_fp32(m): m.forward = FP32Forward(m, dtype)
-        elif m in outside and any(map(holds_fp32, m.modules())):
+        elif any(map(holds_fp32, m.modules())):
             m.forward = AutocastForward(m, dtype)
     return model
 

@@ -24,7 +24,7 @@ def group_params(
         if isinstance(group, dict): group = group['params']
         if isinstance(group, Tensor): group = [group]
         lists.append(list(group))
-    for p in sum(lists, []):
+    for p in chain(*lists):
         if not isinstance(p, Tensor):
             raise TypeError(f'{p!r} is no parameter: give model.parameters().')
     return lists

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch, torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.algorithms.join import Joinable
+from torch.nn.parameter import UninitializedBuffer
 from torch.utils._pytree import tree_leaves
 
 from .half import cast as cast_floats
@@ -103,9 +104,11 @@ def grad_statistic(
 
 # %% ../nbs/09_step.ipynb #e537a3fb
 def _contents(b):
-    "A buffer's numbers; None if there is no buffer, or an expanded one, which nothing can write"
-    if b is None or 0 in _local(b).stride(): return None
-    return _local(b).data
+    "A buffer's numbers; None without one, and of an expanded, sparse or unmade one"
+    if b is None or isinstance(b, UninitializedBuffer): return None
+    b = _local(b)
+    if b.layout is not torch.strided or 0 in b.stride(): return None
+    return b.data
 
 def _to_hook(m):
     "Modules that hold buffers; a compiled one stands for its parts: hooks inside join its graph"
@@ -114,7 +117,6 @@ def _to_hook(m):
     if compiled: return
     for child in m.children(): yield from _to_hook(child)
 
-# %% ../nbs/09_step.ipynb #b0ffe209
 class _BeforeForward:
     "A hook before a forward pass, which does nothing in a copy of the model"
     def __init__(self, see=None): self.see = see
@@ -122,6 +124,7 @@ class _BeforeForward:
     def __call__(self, module, args):
         if self.see: self.see(module)
 
+# %% ../nbs/09_step.ipynb #b0ffe209
 class BufferSnapshot:
     """A model's buffers as they were before a step: running statistics, power iterations, counters
 

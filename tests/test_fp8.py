@@ -723,14 +723,28 @@ def test_a_product_with_a_weight_is_refused_under_autocast_too(amp):
 
 @each('call, says', [
     (lambda: simulate_fp8(simulate_fp8(nn.Linear(2, 2))), 'converted already'), (lambda: simulate_fp8(3), '3 is not a model'),
-    (lambda: CastConfig(tile=(0, 32)), 'tile=0'), (lambda: CastConfig(tile=32), 'tile=32'), (lambda: Recipe(history=-1), 'history=-1')])
+    (lambda: CastConfig(tile=(0, 32)), 'tile=0'), (lambda: CastConfig(tile=32), 'tile=32'), (lambda: CastConfig(tile=(None, 128)), 'tile=None'), (lambda: Recipe(history=-1), 'history=-1')])
 def test_what_cannot_be_converted_is_named(call, says):
     with pytest.raises((ValueError, TypeError), match=says): call()
 
 
-def test_vmap_works_in_a_part_that_stays():
+class Sines(nn.Module):
+    def forward(self, x): return torch.vmap(torch.sin)(x)
+
+
+@each('attention', [False, True])
+def test_vmap_works_beside_products(attention):
     class Each(nn.Module):
         def __init__(self): super().__init__(); self.lin = nn.Linear(4, 4)
         def forward(self, x): return torch.vmap(lambda v: (v*self.lin.weight.sum()).sum())(x)
-    net = simulate_fp8(nn.Sequential(nn.Linear(4, 4), Each()), keep='1')
+    net = simulate_fp8(nn.Sequential(nn.Linear(4, 4), Each()), keep='1', attention=attention)
     assert net(r(3, 4)).shape == (3,)
+    net = simulate_fp8(nn.Sequential(nn.Linear(4, 4), Sines()), attention=attention)
+    assert net(r(3, 4)).shape == (3, 4)
+
+
+def test_attention_under_autocast_scales_before_the_product():
+    "The unscaled product of queries and keys does not fit into FP16, with FP32 queries as with half ones"
+    q = k = torch.full((1, 1, 2, 64), 40.)
+    with torch.autocast('cpu', torch.float16): y = fp8_attention(q, k, r(1, 1, 2, 64))
+    assert y.isfinite().all()

@@ -1151,3 +1151,17 @@ def test_no_model_and_no_state_are_named():
     with pytest.raises(TypeError, match='model=3'): GradScaler('cpu', model=3)
     for policy in (DynamicScaler(), StaticScaler(8.)):
         with pytest.raises(ValueError, match='scale'): GradScaler(policy).load_state_dict({'foo': 1})
+
+
+def test_the_second_optimizer_sees_the_loss_too():
+    "ALS never doubles at a loss of zero"
+    from mpcourse.als import ALSScaler
+    scales = []
+    for n in (1, 2):
+        ps = [nn.Parameter(torch.zeros(2)) for _ in range(n)]
+        opts, scaler = [SGD([p], lr=.1) for p in ps], GradScaler(ALSScaler(1024., activations=False))
+        scaler.scale(sum((p*0).sum() for p in ps)).backward()
+        for opt in opts: scaler.step(opt)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [1024.]*2

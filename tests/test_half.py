@@ -744,3 +744,19 @@ def test_a_part_that_a_loss_shares_with_the_model_still_takes_half():
         def __init__(self): super().__init__(); self.loss = _Perceptual(); self.stage = self.loss.features
         def forward(self, x): return self.stage(x)
     assert model_to_half(M())(torch.randn(2, 4).half()).dtype == torch.float16
+
+
+@pytest.mark.parametrize('norm', [nn.RMSNorm, nn.LayerNorm])
+def test_a_norm_inside_a_loss_hands_on_float32(norm):
+    class Loss(nn.modules.loss._Loss):
+        def __init__(self): super().__init__(); self.norm, self.lin = norm(4), nn.Linear(4, 4)
+        def forward(self, x): return self.lin(self.norm(x)).square().mean()
+    loss, x = Loss(), torch.randn(2, 4).half()
+    want = loss(x.float())
+    assert same_bits(model_to_half(loss)(x).float(), want)
+
+
+def test_half_comes_out_whatever_stands_before_the_tensor():
+    class M(_Features):
+        def forward(self, mask, x): return super().forward(x)*self.mean.add(1)
+    assert model_to_half(M())(None, torch.randn(2, 4).half()).dtype == torch.float16

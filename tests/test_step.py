@@ -768,6 +768,13 @@ def test_a_layer_that_makes_its_buffer_in_a_checkpointed_forward_trains():
     assert scaler.last_outcome.stepped
 
 
+def test_a_sparse_buffer_is_let_be():
+    net, step = nn.Linear(3, 3), MixedStep(StaticScaler(2.))
+    net.register_buffer('graph', torch.eye(3).to_sparse_csr())
+    step(net, torch.randn(4, 3), torch.zeros(4, 3), sgd(net), mse)
+    assert step.outcome.stepped and net.graph.layout is torch.sparse_csr
+
+
 def test_a_log_of_nothing_and_a_frozen_sparse_table_are_welcome():
     net, step = nn.Linear(3, 2), MixedStep(StaticScaler(8.))
     step(net, torch.randn(4, 3), torch.zeros(4, dtype=torch.bool), sgd(net), lambda p, y: p.square().mean() - (p[y].abs() + 1e-3).log().sum())
