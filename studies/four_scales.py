@@ -59,7 +59,9 @@ def isolated(row, seed):
     "The net in which the gradient of the logits alone is cast, or everything else"
     model = net(seed)
     if row == ALONE: return nn.Sequential(model, Cast())
-    model[8].__class__ = Readout
+    readout = Readout(64, 96)
+    readout.load_state_dict(model[8].state_dict())
+    model[8] = readout
     return simulate_fp8(model, SCALES['one scale'], keep='8')
 
 
