@@ -16,8 +16,10 @@ from mpcourse.toys import char_text, fit, seeded
 CAST = CastConfig('e2m1', scale=fp32_scale)
 SCALES = {'one scale': Recipe(CAST, CAST, CAST), 'blocks': FP4_RECIPES['nvfp4_plain']}
 ALONE = 'FP32, the gradient of the logits with one scale'
+SYMBOLS = ALONE + ', the sum of each symbol restored'
+WINDOWS = ALONE + ', the sum of each window restored'
 BUT = 'one scale, the gradient of the logits in FP32'
-ROWS = ['FP32', ALONE, BUT] + [f'{scale}{more}' for scale in SCALES for more in ('', ', stochastic gradients', ', readout in FP32')]
+ROWS = ['FP32', ALONE, SYMBOLS, WINDOWS, BUT] + [f'{scale}{more}' for scale in SCALES for more in ('', ', stochastic gradients', ', readout in FP32')]
 SEEDS = range(8)
 STEPS = 200
 
@@ -29,12 +31,31 @@ def net(seed):
                                             nn.LayerNorm(64), nn.Linear(64, 96))
 
 
+def cast_symbols(g):
+    "Cast; then what each symbol's sum over the batch lost is given to all its entries alike"
+    q = CAST(g)
+    return q + (g - q).mean(0, keepdim=True)
+
+
+def cast_windows(g):
+    "Cast; then the positive entries of each window get the factor that makes its sum zero again"
+    q = CAST(g)
+    up, down = q.clamp(max=0), q.clamp(min=0)
+    total = down.sum(1, keepdim=True)
+    return torch.where(total > 0, up - down*up.sum(1, keepdim=True)/total, q)
+
+
+CASTS = {ALONE: CAST, SYMBOLS: cast_symbols, WINDOWS: cast_windows}
+
+
 class CastGradient(torch.autograd.Function):
     "The gradient in E2M1, and nothing else"
     @staticmethod
-    def forward(ctx, x): return x.clone()
+    def forward(ctx, x, cast):
+        ctx.cast = cast
+        return x.clone()
     @staticmethod
-    def backward(ctx, g): return CAST(g)
+    def backward(ctx, g): return ctx.cast(g), None
 
 
 class CastForward(torch.autograd.Function):
@@ -47,7 +68,10 @@ class CastForward(torch.autograd.Function):
 
 class Cast(nn.Module):
     "As a layer"
-    def forward(self, x): return CastGradient.apply(x)
+    def __init__(self, cast):
+        super().__init__()
+        self.cast = cast
+    def forward(self, x): return CastGradient.apply(x, self.cast)
 
 
 class Readout(nn.Linear):
@@ -58,7 +82,7 @@ class Readout(nn.Linear):
 def isolated(row, seed):
     "The net in which the gradient of the logits alone is cast, or everything else"
     model = net(seed)
-    if row == ALONE: return nn.Sequential(model, Cast())
+    if row in CASTS: return nn.Sequential(model, Cast(CASTS[row]))
     readout = Readout(64, 96)
     readout.load_state_dict(model[8].state_dict())
     model[8] = readout
@@ -67,7 +91,7 @@ def isolated(row, seed):
 
 def converted(row, seed):
     "The net of a row"
-    if row in (ALONE, BUT): return isolated(row, seed)
+    if row in CASTS or row == BUT: return isolated(row, seed)
     name, _, more = row.partition(', ')
     if name == 'FP32': return net(seed)
     recipe = SCALES[name]
