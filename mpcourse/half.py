@@ -74,17 +74,31 @@ def _floats(model):
 
 # %% ../nbs/06_half.ipynb #08c4ed01
 def validate_not_scripted(
-    model:nn.Module, # to be converted
+    model:nn.Module, # to be converted or watched
 ):
     "TypeError if it is no model; ValueError for TorchScript, whose forward cannot be replaced"
     if not isinstance(model, nn.Module):
         raise TypeError(f'{model!r} is not a model: give an nn.Module.')
     for m in model.modules():
         if isinstance(m, torch.jit.ScriptModule):
-            raise ValueError(f'{type(model).__name__} is TorchScript: '
-                             'convert the Python model, then script it.')
+            raise ValueError(f'{type(m).__name__} is TorchScript, whose forward cannot be changed or '
+                             'hooked: give the Python model.')
 
 # %% ../nbs/06_half.ipynb #472d42c6
+def _within_fp32(model):
+    "The parts of modules that stay in FP32; ValueError for a part that is also used elsewhere"
+    within, elsewhere = set(), set()
+    roots = ()
+    for path, m in model.named_modules(remove_duplicate=False):
+        if path.startswith(roots): within.add(m)
+        else: elsewhere.add(m)
+        if keeps_fp32(m): roots += (f'{path}.' if path else '',)
+    for m in within & elsewhere:
+        if any(map(torch.is_floating_point, chain(m.parameters(), m.buffers()))): raise ValueError(
+            f'A {type(m).__name__} is part of a loss, norm or parametrization, which stay in '
+            'float32, and of the rest of the model: give each a module, or take the loss out.')
+    return within
+
 def cast_policy(
     model:nn.Module, # any model; it is not changed
     dtype:str|torch.dtype='fp16', # as for `half_dtype`
@@ -93,14 +107,12 @@ def cast_policy(
     dtype = half_dtype(dtype)
     validate_not_scripted(model)
     tensors = list(_floats(model))
-    wide = set()
-    for m in model.modules():
-        if keeps_fp32(m): wide.update(m.modules())
+    within = _within_fp32(model)
     policy = {}
     first_names = {}
     for name, t, m, buffer in tensors:
         made_by_hook = name.rpartition('.')[2] in weight_parts(m)
-        policy[name] = torch.float32 if buffer or made_by_hook or m in wide else dtype
+        policy[name] = torch.float32 if buffer or made_by_hook or m in within or keeps_fp32(m) else dtype
         first = first_names.setdefault(id(t), name)
         if policy[first] != policy[name]:
             raise ValueError(f'{first} and {name} are one tensor, '
@@ -175,10 +187,10 @@ def as_came_in(
     out, # what it returned
 ):  # the output; as half where half came in and float32 of the same shape goes out
     "Return half outputs, as a module without FP32 buffers would"
-    x = next(filter(torch.is_tensor, args), None)
-    if x is None or not isinstance(out, Tensor): return out
-    widened = x.dtype in HALVES and out.dtype == torch.float32 and out.shape == x.shape
-    return out.to(x.dtype) if widened else out
+    halves = [x for x in args if isinstance(x, Tensor) and x.dtype in HALVES]
+    if not halves or not isinstance(out, Tensor): return out
+    widened = out.dtype == torch.float32 and out.shape == halves[0].shape
+    return out.to(halves[0].dtype) if widened else out
 
 def holds_fp32(
     m:nn.Module, # a module; its parts are not looked at
@@ -222,25 +234,18 @@ def _remove_casts(model):
         for name, flag in vars(m).pop('_shortcut', {}).items(): setattr(m, name, flag)
 
 # %% ../nbs/06_half.ipynb #9e708f7c
-def _outside(m):
-    "The modules that are reached without passing through one that stays in FP32"
-    yield m
-    if keeps_fp32(m): return
-    for child in m.children(): yield from _outside(child)
-
 def model_to_half(
     model:nn.Module, # changed in place; in any floating-point dtype, compiled or not
     dtype:str|torch.dtype='fp16', # as for `half_dtype`
 )->nn.Module: # the model
     """Put a model in half precision by `cast_policy`: norms compute in float32, buffers stay in it
 
-    A part that a loss shares with the rest of the model computes in half.
     Not for `nn.DataParallel`, whose replicas would call the original's layers: take DDP."""
     dtype = half_dtype(dtype)
     policy = cast_policy(model, dtype)
     _remove_casts(model)
     _set_dtypes(model, policy)
-    outside = set(_outside(model))
+    within = _within_fp32(model)
     for m in model.modules():
         for kind, name in SHORTCUTS.items():
             if isinstance(m, kind):
@@ -248,7 +253,7 @@ def model_to_half(
                 setattr(m, name, False)
         bare = type(m).forward is nn.Module.forward and 'forward' not in vars(m)    # a ModuleList
         if bare or hasattr(m, '_orig_mod'): continue        # torch.compile: its inner model counts
-        if m not in outside: continue                       # its whole computes in FP32
+        if m in within: continue                            # its whole computes in FP32
         if keeps_fp32(m): m.forward = FP32Forward(m, dtype)
         elif any(map(holds_fp32, m.modules())):
             m.forward = AutocastForward(m, dtype)

@@ -16,12 +16,13 @@ from weakref import WeakSet
 
 import torch, torch.distributed as dist
 from torch import nn, Tensor
+from torch._subclasses import FakeTensor
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parameter import UninitializedBuffer
 from torch.utils._pytree import tree_leaves
 
 from .half import cast as cast_floats
-from .half import half_dtype, HALVES, Handles
+from .half import half_dtype, HALVES, Handles, validate_not_scripted
 from .master import group_params, inner_optimizer
 from .scaler import graph_nodes, is_maximum, LossScaler, reduce_stats, StaticScaler
 from .scaler import warn_user
@@ -104,11 +105,18 @@ def grad_statistic(
 
 # %% ../nbs/09_step.ipynb #e537a3fb
 def _contents(b):
-    "A buffer's numbers; None without one, and of an expanded, sparse or unmade one"
+    "A buffer's numbers; None without one, and of an expanded, sparse, nested or unmade one"
     if b is None or isinstance(b, UninitializedBuffer): return None
     b = _local(b)
+    if b.is_quantized or b.is_nested: return None
     if b.layout is not torch.strided or 0 in b.stride(): return None
     return b.data
+
+def _is_lent(b):
+    "Is it a stand-in, which `torch.export` or `torch.func` lends a model and takes back?"
+    if isinstance(b, FakeTensor): return True
+    if b is None or torch.compiler.is_compiling(): return False
+    return torch._C._functorch.is_functorch_wrapped_tensor(b)
 
 def _to_hook(m):
     "Modules that hold buffers; a compiled one stands for its parts: hooks inside join its graph"
@@ -119,6 +127,7 @@ def _to_hook(m):
 
 class _BeforeForward:
     "A hook before a forward pass, which does nothing in a copy of the model"
+    __name__ = 'keep_buffers'       # torch.export asks for it
     def __init__(self, see=None): self.see = see
     def __reduce__(self): return _BeforeForward, ()
     def __call__(self, module, args):
@@ -129,7 +138,8 @@ class BufferSnapshot:
     """A model's buffers as they were before a step: running statistics, power iterations, counters
 
     All are copied in each step, constants too, since the version counters of PyTorch miss what
-    BatchNorm and `.data` write. A buffer that a skipped step registers stays."""
+    BatchNorm and `.data` write. A buffer that a skipped step registers stays.
+    Not for `functional_call` with other buffers, which would come back into the model."""
     def __init__(self,
         model:nn.Module|None=None, # None: nothing is kept
     ):
@@ -140,20 +150,17 @@ class BufferSnapshot:
         "Keep the buffers of whatever part of the model is called, before it runs"
         if self.model is None: return Handles()
         parts = {self.model, *_to_hook(self.model)}
-        hook = _BeforeForward(self.see)
-        return Handles(m.register_forward_pre_hook(hook, prepend=True) for m in parts)
+        before = _BeforeForward(self.see)
+        loaded = _BeforeForward(lambda m: self.clear())
+        handles = Handles()
+        for m in parts:
+            handles.append(m.register_forward_pre_hook(before, prepend=True))
+            handles.append(m.register_load_state_dict_post_hook(loaded))
+        return handles
 
     def see(self, module):
-        "Before a forward pass: keep the buffers, unless it runs without gradients"
-        if not torch.is_grad_enabled(): return
-        kept = len(self.before)
-        self.save(module)
-        if torch.compiler.is_compiling(): return
-        again = torch._C._current_graph_task_id() != -1      # computed again in the backward pass
-        if again and len(self.before) > kept and module not in self.called: raise ValueError(
-            f'{type(module).__name__} ran first without gradients, in a reentrant checkpoint, '
-            'where its buffers cannot be kept: take `use_reentrant=False`.')
-        self.called.add(module)
+        "Before a forward pass: keep the buffers, unless it is an evaluation without gradients"
+        if torch.is_grad_enabled() or module.training: self.save(module)
 
     def save(self,
         part:nn.Module|None=None, # of the model; None: all of it
@@ -163,7 +170,7 @@ class BufferSnapshot:
         if part is None: return
         for m in part.modules():
             for n, b in m._buffers.items():
-                if (m, n) in self.before: continue
+                if (m, n) in self.before or _is_lent(b): continue
                 was = _contents(b)
                 if was is not None: was = was.clone()
                 self.before[m, n] = b, was
@@ -189,7 +196,6 @@ class BufferSnapshot:
     def clear(self):
         "Drop the copies, since the step is over"
         self.before = {}
-        self.called = set()
 
 # %% ../nbs/09_step.ipynb #35c00c8b
 LOOK_EVERY = 50 # steps from one look of the host at a skip to the next; bad losses before a warning
@@ -290,6 +296,7 @@ class StepController:
         model:nn.Module|None=None, # its buffers go back if a step is skipped; a policy may watch it
         group=None, # process group that decides together; None: all ranks, if there are any
     ):
+        if model is not None: validate_not_scripted(model)
         self.scaler, self.model, self.group = scaler, model, group
         self.number = -1
         self.skips = 0                                       # in a row
@@ -320,7 +327,7 @@ class StepController:
     def see_loss(self,
         loss, # unscaled; any nest of scalars
     ):
-        "Note whether a loss was not finite; not within `vmap`, where a loss is not one number"
+        "Note whether a loss was not finite; not within `vmap` or `torch.func.grad`"
         for l in tree_leaves(loss):
             if torch._C._functorch.is_functorch_wrapped_tensor(l): continue
             bad = l - l != 0

@@ -43,11 +43,12 @@ def store(kind, w, generator):
 
 
 def run(row, seed):
-    "Loss on new source code before and after, and the share of the weights that a forward pass sees changed"
+    "Loss on new source code and on the old help texts, before and after, and the share of weights that a forward pass sees changed"
     kind, lr = row.split(', lr ')
     model, data, gen = get_toy('char_lm').model(seed=seed, device='cpu'), source_code(), torch.Generator().manual_seed(seed)
     model.load_state_dict(pretrained(seed))
-    before = evaluate(model, data)['loss']
+    old_text = get_toy('char_lm').data()
+    before, old_before = evaluate(model, data)['loss'], evaluate(model, old_text)['loss']
 
     def seen(): return {n: quantize(p, 'bf16') if 'masters' in kind else p for n, p in model.named_parameters()}
 
@@ -71,7 +72,8 @@ def run(row, seed):
     with torch.no_grad():
         moved = torch.cat([(p != start[n]).flatten() for n, p in seen().items()]).float().mean().item()
         for p, q in zip(model.parameters(), list(seen().values())): p.copy_(q)
-    return dict(before=before, after=evaluate(model, data)['loss'], moved=moved)
+    after, old_after = evaluate(model, data)['loss'], evaluate(model, old_text)['loss']
+    return dict(before=before, after=after, moved=moved, old_before=old_before, old_after=old_after)
 
 
 if __name__ == '__main__':

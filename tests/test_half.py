@@ -739,11 +739,18 @@ def test_what_is_no_name_of_a_dtype_is_a_sentence():
     with pytest.raises(ValueError, match=r"\['fp16'\] is not a half precision"): half_dtype(['fp16'])
 
 
-def test_a_part_that_a_loss_shares_with_the_model_still_takes_half():
+def test_a_part_that_a_loss_shares_with_the_model_is_named():
     class M(nn.Module):
         def __init__(self): super().__init__(); self.loss = _Perceptual(); self.stage = self.loss.features
         def forward(self, x): return self.stage(x)
-    assert model_to_half(M())(torch.randn(2, 4).half()).dtype == torch.float16
+    with pytest.raises(ValueError, match='part of a loss'): model_to_half(M())
+
+
+def test_an_activation_may_be_shared_with_a_loss():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model.loss = nn.modules.loss._Loss()
+    model.loss.act = model[1]
+    assert cast_policy(model)['0.weight'] == torch.float16
 
 
 @pytest.mark.parametrize('norm', [nn.RMSNorm, nn.LayerNorm])
@@ -759,4 +766,4 @@ def test_a_norm_inside_a_loss_hands_on_float32(norm):
 def test_half_comes_out_whatever_stands_before_the_tensor():
     class M(_Features):
         def forward(self, mask, x): return super().forward(x)*self.mean.add(1)
-    assert model_to_half(M())(None, torch.randn(2, 4).half()).dtype == torch.float16
+    for mask in (None, torch.ones(2, 1)): assert model_to_half(M())(mask, torch.randn(2, 4).half()).dtype == torch.float16

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings, strategies as st
 from test_scaler import ALS, InPlace, Torch
 
 from mpcourse.formats import same_bits
+from mpcourse.gradscaler import GradScaler
 from mpcourse.recipe import train_fp16
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import BufferSnapshot, StepController, MixedStep, StepOutcome, grad_statistic, named_gradients, take_step, unscale_
@@ -698,21 +699,60 @@ def test_a_buffer_that_the_forward_pass_exchanges_comes_back_and_nothing_writes_
     if what == 'weight': assert torch.equal(net.last, net.weight)
 
 
+def scaled_step(net, opt, scaler, x, forward=None):
+    "A step of a plain loop with infinite inputs, which is skipped"
+    scaler.scale((forward or net)(x*torch.inf).square().mean()).backward()
+    scaler.step(opt)
+    scaler.update()
+    assert not scaler.last_outcome.stepped
+
+
 @pytest.mark.parametrize('reentrant', [False, True])
-def test_buffers_inside_a_checkpoint_come_back_or_the_reentrant_one_is_refused(reentrant):
+def test_buffers_inside_a_checkpoint_come_back(reentrant):
     from torch.utils.checkpoint import checkpoint_sequential
-    from mpcourse.gradscaler import GradScaler
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-    opt, scaler, x = sgd(net), GradScaler('cpu', model=net), torch.randn(4, 3, requires_grad=True)
-    def train():
-        scaler.scale((checkpoint_sequential(net, 3, x*torch.inf, use_reentrant=reentrant)).square().mean()).backward()
-        scaler.step(opt)
-        scaler.update()
-    if reentrant:
-        with pytest.raises(ValueError, match='use_reentrant=False'): train()
-    else:
-        train()
-        assert not scaler.last_outcome.stepped and not net[1].running_mean.any() and net[1].num_batches_tracked == 0
+    x = torch.randn(4, 3, requires_grad=True)
+    scaled_step(net, sgd(net), GradScaler('cpu', model=net), x, lambda x: checkpoint_sequential(net, 3, x, use_reentrant=reentrant))
+    assert not net[1].running_mean.any() and net[1].num_batches_tracked == 0
+
+
+def test_a_part_that_trains_without_gradients_comes_back():
+    net = nn.ModuleDict({who: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for who in ('student', 'teacher')})
+    def forward(x):
+        with torch.no_grad(): goal = net['teacher'](x)
+        return net['student'](x) - goal
+    scaled_step(net, sgd(net), GradScaler('cpu', model=net), torch.randn(4, 3), forward)
+    assert net['teacher'][1].num_batches_tracked == net['student'][1].num_batches_tracked == 0
+
+
+def test_what_was_loaded_between_two_steps_stays():
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    scaler = GradScaler('cpu', model=net)
+    net(torch.randn(4, 3))
+    net.load_state_dict(net.state_dict() | {'1.running_mean': torch.full((3,), 7.)})
+    scaled_step(net, sgd(net), scaler, torch.randn(4, 3))
+    assert (net[1].running_mean == 7).all()
+
+
+def test_a_stand_in_of_torch_func_or_export_is_not_put_into_the_model():
+    from torch.func import functional_call, grad
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    scaler, x = GradScaler('cpu', model=net), torch.randn(4, 3)
+    def loss(params, buffers): return functional_call(net, (params, buffers), (x,)).sum()
+    grad(loss)({n: p.detach() for n, p in net.named_parameters()}, {n: b.clone() for n, b in net.named_buffers()})
+    torch.export.export(net, (x,), strict=False)
+    scaled_step(net, sgd(net), scaler, x)
+    assert {type(b) for b in net.buffers()} == {torch.Tensor} and net[1].num_batches_tracked == 0
+    net(x)
+
+
+def test_a_scripted_part_is_refused_and_a_quantized_buffer_let_be():
+    script = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.BatchNorm1d(3)))
+    with pytest.raises(ValueError, match='TorchScript'): MixedStep(StaticScaler(2.))(script, torch.randn(4, 3), torch.zeros(4, 3), sgd(script), mse)
+    net, step = nn.Linear(3, 3), MixedStep(StaticScaler(2.))
+    net.register_buffer('table', torch.quantize_per_tensor(torch.randn(3), .1, 0, torch.qint8))
+    step(net, torch.randn(4, 3), torch.zeros(4, 3), sgd(net), mse)
+    assert step.outcome.stepped
 
 
 def test_a_copy_of_a_watched_model_keeps_nothing():
@@ -755,7 +795,6 @@ def test_the_host_reads_once_for_all_exchanged_buffers(monkeypatch):
 
 def test_a_layer_that_makes_its_buffer_in_a_checkpointed_forward_trains():
     from torch.utils.checkpoint import checkpoint
-    from mpcourse.gradscaler import GradScaler
     class Lazy(nn.Linear):
         def forward(self, x):
             if 'n' not in self._buffers: self.register_buffer('n', torch.zeros(()))
