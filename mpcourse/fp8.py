@@ -73,8 +73,8 @@ class CastConfig:
         if not isinstance(self.tile, tuple) or len(self.tile) != 2: raise ValueError(
             f'tile={self.tile!r} cannot work: give (rows, columns), such as (1, 32).')
         rows, columns = self.tile
-        for size in (rows, columns or 1): validate_number(
-            'tile', size, lambda n: n >= 1 and n == int(n), 'give whole numbers, such as (1, 32)')
+        for size in (rows, 1 if columns is None else columns): validate_number(
+            'tile', size, lambda n: n >= 1 and type(n) is int, 'give whole numbers, such as (1, 32)')
 
     @property
     def symmetric(self):
@@ -480,7 +480,10 @@ def _inside(mode, module, name, recipe, forward, *args, **kwargs):
     "A module's forward, within the mode"
     if mode.name is not None:
         with mode.at(name, recipe): return forward(*args, **kwargs)
-    mode.weights = {_place(p) for p in module.parameters()} - {None}
+    mode.weights = {_place(p) for p in module.parameters() if p.is_floating_point()}
+    if None in mode.weights and not mode.attention: raise ValueError(
+        f'A weight of this {type(module).__name__} has no storage here (within torch.func, or a '
+        'tensor subclass), so it cannot be told from an activation: take attention=True.')
     with mode, _Watch(mode), mode.at(name, recipe): return forward(*args, **kwargs)
 
 # %% ../nbs/27_fp8.ipynb #cc8b8d92

@@ -723,7 +723,7 @@ def test_a_product_with_a_weight_is_refused_under_autocast_too(amp):
 
 @each('call, says', [
     (lambda: simulate_fp8(simulate_fp8(nn.Linear(2, 2))), 'converted already'), (lambda: simulate_fp8(3), '3 is not a model'),
-    (lambda: CastConfig(tile=(0, 32)), 'tile=0'), (lambda: CastConfig(tile=32), 'tile=32'), (lambda: CastConfig(tile=(None, 128)), 'tile=None'), (lambda: Recipe(history=-1), 'history=-1')])
+    (lambda: CastConfig(tile=(0, 32)), 'tile=0'), (lambda: CastConfig(tile=32), 'tile=32'), (lambda: CastConfig(tile=(None, 128)), 'tile=None'), (lambda: CastConfig(tile=(1, 0)), 'tile=0'), (lambda: CastConfig(tile=(1, 32.)), 'tile=32'), (lambda: Recipe(history=-1), 'history=-1')])
 def test_what_cannot_be_converted_is_named(call, says):
     with pytest.raises((ValueError, TypeError), match=says): call()
 
@@ -748,3 +748,13 @@ def test_attention_under_autocast_scales_before_the_product():
     q = k = torch.full((1, 1, 2, 64), 40.)
     with torch.autocast('cpu', torch.float16): y = fp8_attention(q, k, r(1, 1, 2, 64))
     assert y.isfinite().all()
+
+
+def test_a_weight_without_storage_is_refused_where_attention_stays():
+    from torch.func import functional_call, vmap
+    class Mat(nn.Module):
+        def __init__(self): super().__init__(); self.w = nn.Parameter(torch.randn(8, 8))
+        def forward(self, x): return x @ self.w
+    model, x = simulate_fp8(Mat(), 'current', attention=False), torch.randn(4, 8)
+    with pytest.raises(ValueError, match='attention=True'):
+        vmap(lambda w, x: functional_call(model, {'w': w}, (x,)), (0, None))(model.w[None], x)
