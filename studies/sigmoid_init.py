@@ -12,7 +12,7 @@ from mpcourse.step import MixedStep
 from mpcourse.toys import batches, cross_entropy, deep_sigmoid, digits, evaluate, fit, plain_step, seeded
 
 ROWS = ['8 layers, default', '8 layers, Xavier', '16 layers, default', '16 layers, Xavier, centred',
-        '8 layers, default, FP32', '8 layers, Xavier, FP32']
+        '8 layers, default, FP32', '8 layers, Xavier, FP32', '24 layers, Xavier, centred', '24 layers, Xavier, centred, FP32']
 SEEDS = range(5)
 
 
