@@ -37,6 +37,7 @@ EVERY = 10
 GRID = {'flushed, weights': (.025, .05, .1, .2, .4), 'flushed, outputs': (.1, .2, .3, .4, .5, .6, .7, .8, .9),
         'flushed, worst output': (.3, .5, .7, .8, .9, .95, .99, .999), 'zeros rose, weights': (.05, .1, .2, .3, .4),
         'zeros rose, outputs': (.05, .1, .2, .3, .4), 'zeros, outputs': (.2, .3, .4, .5, .6, .7, .8, .9),
+        'zeros, worst output': (.3, .5, .7, .8, .9, .95, .99, .999),
         'scale fell': (4, 6, 8, 10), 'skips in a row': (3, 5, 10)}
 
 
@@ -61,7 +62,7 @@ def trained(toy, policy, divisor, storm, seed):
     "Series of what was collected, history of the steps, and the model"
     step = MixedStep(get_policy(policy) if isinstance(policy, str) else StaticScaler(policy), clip=1. if storm else None)
     def loss_func(pred, y): return toy.loss_func(pred, y)/divisor
-    model, series = toy.model(seed=seed), {k: [] for k in ('step', 'fw', 'fo', 'worst', 'zw', 'zo')}
+    model, series = toy.model(seed=seed), {k: [] for k in ('step', 'fw', 'fo', 'worst', 'zw', 'zo', 'zworst')}
     bad = [storm and 30 <= i < 40 for i in range(toy.steps)]
     data = [*corrupt_batches(batches(toy.data(), toy.bs, toy.steps, seed), bad, seed)]
     opt, history = toy.opt(model.parameters()), []
@@ -76,7 +77,7 @@ def trained(toy, policy, divisor, storm, seed):
             frame = c.frame(1)
             weights, outputs = frame[frame.kind == 'weight_grad'], frame[frame.kind == 'activation_grad']
             found = dict(step=i, fw=weights.flushed.mean(), fo=outputs.flushed.mean(), worst=outputs.flushed.max(),
-                         zw=weights.zeros.mean(), zo=outputs.zeros.mean())
+                         zw=weights.zeros.mean(), zo=outputs.zeros.mean(), zworst=outputs.zeros.max())
             for k, v in found.items(): series[k].append(v)
         fit(model, data, opt, loss_func, probed, toy.schedule(toy.steps), look)
     return series, history, model
@@ -97,7 +98,8 @@ def run(row, seed):
     series, history, model = trained(toy, policy, divisor, storm, seed)
     out = dict(harmed=harm(name, toy, divisor, history, model, seed), steps=len(history))
     found = {'flushed, weights': series['fw'], 'flushed, outputs': series['fo'], 'flushed, worst output': series['worst'],
-             'zeros rose, weights': rises(series['zw']), 'zeros rose, outputs': rises(series['zo']), 'zeros, outputs': series['zo']}
+             'zeros rose, weights': rises(series['zw']), 'zeros rose, outputs': rises(series['zo']), 'zeros, outputs': series['zo'],
+             'zeros, worst output': series['zworst']}
     for rule, values in found.items():
         out |= {f'{rule} {t}': first(series['step'], values, t) for t in GRID[rule]}
     start, in_row = log2(history[0]['scale']), 0
