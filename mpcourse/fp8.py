@@ -73,8 +73,10 @@ class CastConfig:
         if not isinstance(self.tile, tuple) or len(self.tile) != 2: raise ValueError(
             f'tile={self.tile!r} cannot work: give (rows, columns), such as (1, 32).')
         rows, columns = self.tile
-        for size in (rows, 1 if columns is None else columns): validate_number(
-            'tile', size, lambda n: n >= 1 and type(n) is int, 'give whole numbers, such as (1, 32)')
+        sizes = [rows]
+        if columns is not None: sizes.append(columns)
+        for size in sizes: validate_number(
+            'tile', size, lambda n: type(n) is int and n > 0, 'give whole numbers, such as (1, 32)')
 
     @property
     def symmetric(self):

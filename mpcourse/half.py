@@ -81,18 +81,19 @@ def validate_not_scripted(
         raise TypeError(f'{model!r} is not a model: give an nn.Module.')
     for m in model.modules():
         if isinstance(m, torch.jit.ScriptModule):
-            raise ValueError(f'{type(m).__name__} is TorchScript, whose forward cannot be changed or '
-                             'hooked: give the Python model.')
+            raise ValueError(f'{type(m).__name__} is TorchScript, '
+                             'whose forward cannot be changed or hooked: give the Python model.')
 
 # %% ../nbs/06_half.ipynb #472d42c6
 def _within_fp32(model):
     "The parts of modules that stay in FP32; ValueError for a part that is also used elsewhere"
-    within, elsewhere = set(), set()
-    roots = ()
-    for path, m in model.named_modules(remove_duplicate=False):
-        if path.startswith(roots): within.add(m)
+    within = set()
+    elsewhere = set()
+    wholes = ()
+    for path, m in model.named_modules(prefix='model', remove_duplicate=False):
+        if path.startswith(wholes): within.add(m)
         else: elsewhere.add(m)
-        if keeps_fp32(m): roots += (f'{path}.' if path else '',)
+        if keeps_fp32(m): wholes += path + '.',
     for m in within & elsewhere:
         if any(map(torch.is_floating_point, chain(m.parameters(), m.buffers()))): raise ValueError(
             f'A {type(m).__name__} is part of a loss, norm or parametrization, which stay in '
@@ -112,7 +113,8 @@ def cast_policy(
     first_names = {}
     for name, t, m, buffer in tensors:
         made_by_hook = name.rpartition('.')[2] in weight_parts(m)
-        policy[name] = torch.float32 if buffer or made_by_hook or m in within or keeps_fp32(m) else dtype
+        wide = buffer or made_by_hook or m in within or keeps_fp32(m)
+        policy[name] = torch.float32 if wide else dtype
         first = first_names.setdefault(id(t), name)
         if policy[first] != policy[name]:
             raise ValueError(f'{first} and {name} are one tensor, '
@@ -187,10 +189,12 @@ def as_came_in(
     out, # what it returned
 ):  # the output; as half where half came in and float32 of the same shape goes out
     "Return half outputs, as a module without FP32 buffers would"
-    halves = [x for x in args if isinstance(x, Tensor) and x.dtype in HALVES]
-    if not halves or not isinstance(out, Tensor): return out
-    widened = out.dtype == torch.float32 and out.shape == halves[0].shape
-    return out.to(halves[0].dtype) if widened else out
+    if not isinstance(out, Tensor) or out.dtype != torch.float32: return out
+    for x in args:
+        if not (isinstance(x, Tensor) and x.dtype in HALVES): continue
+        if out.shape == x.shape: return out.to(x.dtype)
+        break
+    return out
 
 def holds_fp32(
     m:nn.Module, # a module; its parts are not looked at
