@@ -421,7 +421,7 @@ def verdicts_on(
     for n in looks.shadows:                 # whose failures are too few to say no: see the chapter
         verdict, why = judge(looks.seen[n], -math.inf)
         if bf16 != 'yes': verdict = 'cannot tell'
-        verdicts[n] = verdict, f'of the way, {why}'
+        verdicts[n] = verdict, f'after a hundred updates {why}'
     return verdicts
 
 # %% ../nbs/34_advise.ipynb #6c8a116b

@@ -103,7 +103,7 @@ def test_stored_weights_get_no_no_and_no_yes_where_bf16_has_none():
     slow = linear(opt=lambda ps: torch.optim.Adam(ps, 1e-8))
     advice = ask(slow, schemes=('BF16', *STORED))
     assert {n: v for n, (v, _) in advice.verdicts.items()} == {'BF16': 'yes', 'BF16 weights': 'cannot tell', 'BF16 weights stochastic': 'cannot tell'}
-    assert 'of the way, 0% arrives' in advice.verdicts['BF16 weights'][1]
+    assert 'after a hundred updates 0% arrives' in advice.verdicts['BF16 weights'][1]
     assert ask(linear(), schemes=('BF16', *STORED)).verdicts['BF16 weights stochastic'][0] == 'yes'
 
 
