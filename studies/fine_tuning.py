@@ -1,8 +1,8 @@
 """Does fine-tuning in few bits keep what FP32 learns, or are its steps rounded away? (chapters 07 and 21)
 
 A small GPT learns to predict the help texts of Python, then for 200 steps the source code of Python's library, with Adam and
-a small learning rate. Both passes are in FP32 (with masters, on weights rounded to BF16); a row says in which format the weights
-are kept between the steps, and at which rate.
+a small learning rate (or for fewer steps, where a row says so). Both passes are in FP32 (with masters, on weights rounded to
+BF16); a row says in which format the weights are kept between the steps, and at which rate.
 """
 import inspect
 from functools import cache
@@ -16,7 +16,9 @@ from mpcourse.toys import ALPHABET, Data, batches, encode_text, evaluate, fit, g
 KINDS = ['FP32', 'BF16', 'FP16', 'BF16 beside FP32 masters', 'BF16, rounded stochastically']
 RATES = {'1e-5': 1e-5, '1e-4': 1e-4, '1e-3': 1e-3, '3e-3': 3e-3}
 COSINE = '3e-3, by a cosine to 0'
-ROWS = [f'{kind}, lr {lr}' for lr in RATES for kind in KINDS] + [f'{kind}, lr {COSINE}' for kind in ('FP32', 'BF16')]
+SHORT = ['1e-4, 15 steps', '1e-4, 40 steps', '1e-3, 2 steps', '1e-3, 4 steps', '3e-3, 2 steps']
+ROWS = [f'{kind}, lr {lr}' for lr in RATES for kind in KINDS]
+ROWS += [f'{kind}, lr {lr}' for lr in (COSINE, *SHORT) for kind in ('FP32', 'BF16')]
 SEEDS = range(10)
 
 
@@ -43,7 +45,7 @@ def store(kind, w, generator):
 
 
 def run(row, seed):
-    "Loss on new source code and on the old help texts, before and after, and the share of weights that a forward pass sees changed"
+    "Losses on new source code and on the old help texts, before and after, and the share of weights that moved"
     kind, lr = row.split(', lr ')
     model, data, gen = get_toy('char_lm').model(seed=seed, device='cpu'), source_code(), torch.Generator().manual_seed(seed)
     model.load_state_dict(pretrained(seed))
@@ -68,7 +70,8 @@ def run(row, seed):
         start = {n: p.clone() for n, p in seen().items()}
     opt = torch.optim.Adam(model.parameters(), lr=RATES[lr.split(',')[0]], betas=(.9, .99))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 200)
-    fit(model, batches(data, 16, 200, seed), opt, step=step)
+    steps = int(lr.split()[1]) if lr in SHORT else 200
+    fit(model, batches(data, 16, steps, seed), opt, step=step)
     with torch.no_grad():
         moved = torch.cat([(p != start[n]).flatten() for n, p in seen().items()]).float().mean().item()
         for p, q in zip(model.parameters(), list(seen().values())): p.copy_(q)
