@@ -191,9 +191,8 @@ def as_came_in(
     "Return half outputs, as a module without FP32 buffers would"
     if not isinstance(out, Tensor) or out.dtype != torch.float32: return out
     for x in args:
-        if not (isinstance(x, Tensor) and x.dtype in HALVES): continue
-        if out.shape == x.shape: return out.to(x.dtype)
-        break
+        half = isinstance(x, Tensor) and x.dtype in HALVES
+        if half and out.shape == x.shape: return out.to(x.dtype)
     return out
 
 def holds_fp32(
