@@ -12,7 +12,6 @@ pytest.importorskip('nbclient')
 
 from tools import course as C, pages as P
 
-STEMS = [p.stem for p in NBS]
 FROM_TAG = re.compile(r'''<(?:script|link|img|iframe|source|video|audio|embed|object|image|use)\b[^>]*?
                           \b(?:src|href|data|srcset)\s*=\s*["']?((?:https?:)?//[^"'\s>]+)''', re.I | re.X)
 STYLED = re.compile(r'<style[^>]*>.*?</style>|<\w[^<>]*?\bstyle\s*=\s*(?:"[^"]*"|\'[^\']*\')', re.S | re.I)
@@ -40,71 +39,93 @@ def prose(stem):
 def anchors(stem): return set(re.findall(r'\bid="([^"]+)"', (ROOT/'_course'/f'{stem}.html').read_text(encoding='utf-8')))
 
 
-@pytest.fixture(params=STEMS, scope='module') # all tests of one page, then the next: each is parsed once
-def stem(request, course_pages):
-    "Each chapter that has been run; under `make test` that is every one"
-    if (course_pages/f'{request.param}.ipynb').exists(): return request.param
-    if os.environ.get('MPCOURSE_TEST'): pytest.fail(f'{request.param} has no page')
-    pytest.skip('this chapter has not been run: make course')
+# --- what holds on every page: each rule yields what it finds ---
+
+def ran_without_error(stem):
+    nb = nbformat.read(ROOT/'_course'/f'{stem}.ipynb', as_version=4)
+    if nb.metadata.mpcourse.status != 'ok': yield nb.metadata.mpcourse.failed
+    if not C.is_fresh(nb, C.read_chapter(ROOT/f'nbs/{stem}.ipynb')): yield 'the notebook has changed since it was run'
+    for i, cell in enumerate(nb.cells):
+        for output in cell.get('outputs', []):
+            if output.get('name') == 'stderr': yield f'a warning in cell {i}: {output["text"][:80]}'
 
 
-def test_ran_without_error(stem, course_pages):
-    nb = nbformat.read(course_pages/f'{stem}.ipynb', as_version=4)
-    assert nb.metadata.mpcourse.status == 'ok', nb.metadata.mpcourse.failed
-    assert C.is_fresh(nb, C.read_chapter(ROOT/f'nbs/{stem}.ipynb')), 'the notebook has changed since it was run'
-    assert not [i for i, c in enumerate(nb.cells) for o in c.get('outputs', []) if o.get('name') == 'stderr'], 'warnings in these cells'
+def loads_nothing_from_outside(stem):
+    yield from outside((ROOT/'_course'/f'{stem}.html').read_text(encoding='utf-8'))
+    policy = page(stem).select_one('meta[http-equiv="Content-Security-Policy"]')['content']
+    if not policy.startswith("default-src 'none';"): yield policy
 
 
-def test_loads_nothing_from_outside(stem, course_pages):
-    assert outside((course_pages/f'{stem}.html').read_text(encoding='utf-8')) == []
-    assert page(stem).select_one('meta[http-equiv="Content-Security-Policy"]')['content'].startswith("default-src 'none';")
-
-
-def test_tells_nothing_about_the_machine(stem):
+def tells_nothing_about_the_machine(stem):
     shown = page(stem).main.text
-    assert str(ROOT) not in shown and os.path.expanduser('~') + '/' not in shown
+    for path in (str(ROOT), os.path.expanduser('~') + '/'):
+        if path in shown: yield path
 
 
-def test_every_figure_has_caption_and_alt(stem):
+def every_figure_has_caption_and_alt(stem):
     for img in page(stem).select('.output img'):
-        assert img.get('alt', '').strip() and 'No description' not in img['alt'], f'a picture without alt text: {str(img)[:60]}'
-        fig = img.find_parent('figure')
-        assert fig and fig.figcaption and fig.figcaption.text.strip(), f'a picture without caption: {img["alt"]}'
+        alt = img.get('alt', '').strip()
+        if not alt or 'No description' in alt: yield f'a picture without alt text: {str(img)[:60]}'
+        figure = img.find_parent('figure')
+        if not (figure and figure.figcaption and figure.figcaption.text.strip()): yield f'a picture without caption: {alt}'
 
 
-def test_every_widget_moves_or_says_where_it_does(stem):
-    for w in page(stem).select('.widget'): assert w.select_one('.w-note')
-    for w in page(stem).select('.mp-explore'): assert w.select('input, select') and w.select_one('.mp-frame').contents
+def every_widget_moves_or_says_where_it_does(stem):
+    for widget in page(stem).select('.widget'):
+        if not widget.select_one('.w-note'): yield widget.text[:80]
+    for widget in page(stem).select('.mp-explore'):
+        if not (widget.select('input, select') and widget.select_one('.mp-frame').contents): yield widget.text[:80]
 
 
-def test_formulas_are_mathml(stem):
-    assert not page(stem).select('.tex-error'), [e.text for e in page(stem).select('.tex-error')]
-    left = re.findall(r'\$[^$\n]+\$|\\(?:frac|text|cdot|le|begin)\b', prose(stem))
-    assert not left, f'formulas that were left as they were: {left}'
+def formulas_are_mathml(stem):
+    for error in page(stem).select('.tex-error'): yield error.text
+    yield from re.findall(r'\$[^$\n]+\$|\\(?:frac|text|cdot|le|begin)\b', prose(stem))
 
 
-def test_nothing_of_quarto_is_left(stem):
-    for block in page(stem).select('.highlight'): assert not block.text.lstrip().startswith('#|')
-    assert ':::' not in prose(stem) and 'collapse=' not in prose(stem)
+def nothing_of_quarto_is_left(stem):
+    for block in page(stem).select('.highlight'):
+        if block.text.lstrip().startswith('#|'): yield block.text[:80]
+    for mark in (':::', 'collapse='):
+        if mark in prose(stem): yield mark
 
 
-def test_imports_checkers_and_solutions_are_folded(stem):
+def imports_and_checkers_are_folded(stem):
     for block in page(stem).select('.code'):
-        if re.match(r'\s*(def check_|(import|from) .*\s*\Z)', block.select_one('pre').text) and not block.select('.hll'):
-            assert block.find_parent('details', class_='fold'), block.text[:80]
+        if block.select('.hll') or not re.match(r'\s*(def check_|(import|from) .*\s*\Z)', block.select_one('pre').text): continue
+        if not block.find_parent('details', class_='fold'): yield block.text[:80]
+
+
+def solutions_are_folded(stem):
     cells = nbformat.read(ROOT/f'nbs/{stem}.ipynb', as_version=4).cells
     solutions = sum(len(re.findall(r'^:::+ *\{[^}]*collapse', c.source, re.M)) for c in cells if c.cell_type == 'markdown')
     solutions += any(c.source.startswith('## In earnest') for c in cells)
     folded = page(stem).select('details.callout:not([open])')
-    assert len(folded) == solutions and all(d.select_one('.callout-body').text.strip() for d in folded)
+    if len(folded) != solutions: yield f'{solutions} in the notebook, {len(folded)} on the page'
+    for fold in folded:
+        if not fold.select_one('.callout-body').text.strip(): yield f'an empty one: {fold.text[:80]}'
 
 
-def test_local_links_resolve(stem, course_pages):
+def local_links_resolve(stem):
     for a in page(stem).select('a[href]'):
         target, _, name = unquote(a['href']).partition('#')
         if re.match(r'[a-z]+:', target): continue
-        assert not target or (course_pages/target).exists(), f'{a["href"]} leads nowhere'
-        assert not name or name in anchors(target.removesuffix('.html') or stem), f'{a["href"]} has no such section'
+        if target and not (ROOT/'_course'/target).exists(): yield f'{a["href"]} leads nowhere'
+        elif name and name not in anchors(target.removesuffix('.html') or stem): yield f'{a["href"]} has no such section'
+
+
+RULES = [ran_without_error, loads_nothing_from_outside, tells_nothing_about_the_machine, every_figure_has_caption_and_alt,
+         every_widget_moves_or_says_where_it_does, formulas_are_mathml, nothing_of_quarto_is_left, imports_and_checkers_are_folded,
+         solutions_are_folded, local_links_resolve]
+
+
+@pytest.mark.parametrize('stem', [p.stem for p in NBS])
+def test_page(stem, course_pages):
+    "Each chapter that has been run; under `make test` that is every one"
+    if not (course_pages/f'{stem}.ipynb').exists():
+        if os.environ.get('MPCOURSE_TEST'): pytest.fail(f'{stem} has no page')
+        pytest.skip('this chapter has not been run: make course')
+    found = [f'{rule.__name__}: {finding}' for rule in RULES for finding in rule(stem)]
+    assert not found, '\n'.join(found)
 
 
 def test_index_lists_every_chapter(course_pages):
