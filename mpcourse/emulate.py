@@ -261,7 +261,7 @@ class emulate_format(no_emulation):
         kind = op_kind(func)
         if kind == 'sealed': raise NotImplementedError(_SEALED.format(func))
         if kind not in ('product', 'result', 'in-place'): return func(*args, **kwargs)
-        product = kind == 'product' or is_product(func, args)           # a bag with weights
+        product = kind == 'product' or is_product(func, args)           # weighted embedding_bag
         if product and self.inputs:
             kept = _kept(func)
             args = [a if i in kept else self._grid(a) for i, a in enumerate(args)]

@@ -34,7 +34,7 @@ class ZeroCount:
 
     @property
     def share(self)->Tensor: # 0-dim float32
-        "Flushed entries per entry that was not zero; 0 where none was"
+        "Flushed entries as a share of those that were not zero; 0 if there were none"
         return self.flushed/(self.total - self.structural).clamp(min=1)
 
     def __add__(self, other):
