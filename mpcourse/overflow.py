@@ -117,7 +117,7 @@ class Whereabouts:
 # %% ../nbs/17_overflow.ipynb #006f57dd
 class FirstBad(TorchDispatchMode):
     "Remembers the first operation that made an infinity or NaN of finite numbers, and its module"
-    WRITES = ('fill', 'empty', 'full', 'where') # what writes on purpose, or does not write at all
+    WRITES = ('fill', 'empty', 'full', 'where') # these fill a tensor on purpose, or leave it unwritten
     def __init__(self, where):
         super().__init__()
         self.where = where
@@ -199,7 +199,7 @@ def early_warning(
     """Has a layer lost this share of its gradient, on average over the last three collections?
 
     It counts zeros alone. Offsets that swallow digits, states that stand still, lost values,
-    cancellation and swallowed updates leave none: `probe_precision` sees these."""
+    cancellation and swallowed updates leave no zeros: `probe_precision` sees these."""
     table = share_table(frame, kind=kind)
     if len(table) < 3:
         return Verdict(False, f'There are {len(table)} finite collections, and three are needed.')

@@ -151,7 +151,7 @@ def lognormal(
     spread:float=5., # standard deviation of log2
     n:int=4096, # how many
 )->Tensor: # (n,) float64
-    "Magnitudes whose logarithms lie on a lognormal curve, without chance: its n quantiles"
+    "Magnitudes whose logarithms lie on a normal curve, without chance: its n quantiles"
     return 2.**(octave + spread*torch.special.ndtri((torch.arange(n, dtype=torch.float64) + .5)/n))
 
 def as_trace(

@@ -396,12 +396,12 @@ def unit_scale(
     known = UNIT_LAYERS | known
     why = not_convertible(model, known)
     if why: raise ValueError(f'Nothing was converted: {why}.')
-    constrain(dict(y=1.), constraint)       # one that there is not is refused here
+    constrain(dict(y=1.), constraint)       # an unknown constraint is refused here
     model = deepcopy(model)
     for m in model.modules():
         if type(m) not in known: continue
         m.__class__ = known[type(m)]        # the same object, which other modules may hold
-        m.constraint, m.inplace = constraint, False     # in place it would change scaled's input
+        m.constraint, m.inplace = constraint, False     # in place, the op would change its input
         for n, p in m.named_parameters(recurse=False):
             std = p.std()
             if _is_drawn(m, p): p.div_(std + (std == 0))    # shares are kept, zeros stay zero
