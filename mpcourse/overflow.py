@@ -117,7 +117,7 @@ class Whereabouts:
 # %% ../nbs/17_overflow.ipynb #006f57dd
 class FirstBad(TorchDispatchMode):
     "Remembers the first operation that made an infinity or NaN of finite numbers, and its module"
-    WRITES = ('fill', 'empty', 'full', 'where') # these fill a tensor on purpose, or leave it unwritten
+    WRITES = ('fill', 'empty', 'full', 'where') # fill on purpose, or do not write
     def __init__(self, where):
         super().__init__()
         self.where = where
