@@ -422,9 +422,9 @@ def unit_param_groups(
 )->list: # parameter groups for Adam
     """Learning rates that fit every width
 
-    Each is lr over the change of a layer's output when each weight changes by one: a sum over
-    fan_in, divided by fan_in to the layer's `power`. The rate is lr/√fan_in for unit-scaled layers,
-    and lr/fan_in for ordinary ones."""
+    If each weight moves by one, a layer's output moves by up to fan_in, divided by fan_in to the
+    layer's `power`. So the rate is lr/√fan_in for unit-scaled layers, and lr/fan_in for ordinary
+    ones."""
     groups = {}
     for m in model.modules():
         power = getattr(m, 'power', 0.)
