@@ -114,8 +114,8 @@ class CastConfig:
 class DelayedScale(nn.Module):
     """A scale from the largest entries of the last steps; the history is a buffer, always in FP32
 
-    A layer that is called twice inside one checkpointed part has the second call's scale for both
-    when the part is computed again."""
+    If a layer is called twice inside one checkpointed part, both calls take the second one's
+    scale when the part is computed again."""
     _apply = LossScaler._apply      # keeps every dtype when a model becomes half
     def __init__(self,
         history:int=1024, # steps that are remembered
