@@ -70,6 +70,15 @@ def every_figure_has_caption_and_alt(stem):
         if not (figure and figure.figcaption and figure.figcaption.text.strip()): yield f'a picture without caption: {alt}'
 
 
+def figures_are_vectors(stem):
+    nb = nbformat.read(ROOT/'_course'/f'{stem}.ipynb', as_version=4)
+    shown = [c for c in nb.cells if c.cell_type == 'code' and not P.is_hidden(P.directives(c.source)[0])]
+    drawn = [o.data for c in shown for o in c.outputs if 'image/svg+xml' in o.get('data', {})]
+    light = sum(len(data['image/svg+xml']) <= P.HEAVY for data in drawn)
+    found = len(page(stem).select('.output img[src^="data:image/svg+xml"]'))
+    if found < light: yield f'{light - found} of {light} light figures are pixels'
+
+
 def every_widget_moves_or_says_where_it_does(stem):
     for widget in page(stem).select('.widget'):
         if not widget.select_one('.w-note'): yield widget.text[:80]
@@ -114,8 +123,8 @@ def local_links_resolve(stem):
 
 
 RULES = [ran_without_error, loads_nothing_from_outside, tells_nothing_about_the_machine, every_figure_has_caption_and_alt,
-         every_widget_moves_or_says_where_it_does, formulas_are_mathml, nothing_of_quarto_is_left, imports_and_checkers_are_folded,
-         solutions_are_folded, local_links_resolve]
+         figures_are_vectors, every_widget_moves_or_says_where_it_does, formulas_are_mathml, nothing_of_quarto_is_left,
+         imports_and_checkers_are_folded, solutions_are_folded, local_links_resolve]
 
 
 @pytest.mark.parametrize('stem', [p.stem for p in NBS])
@@ -172,6 +181,16 @@ def test_questions_that_people_type_into_the_search_are_on_a_page(course_pages):
     ('<link rel="stylesheet" href="http://x.y/a.css">', 1), ('<p style="background:url(https://x.y/a.png)">', 1), ('<iframe src=https://x.y>', 1),
     ('<a href="https://x.y">link</a>', 0), ('<math xmlns="http://www.w3.org/1998/Math/MathML"></math>', 0)])
 def test_outside_sees_what_a_page_loads(text, asked): assert len(outside(text)) == asked
+
+
+def test_a_light_figure_is_vectors_of_its_size_and_a_heavy_one_pixels():
+    def kept(svg):
+        data = {'image/png': 'x', 'image/svg+xml': svg}
+        P.sharpen(dict(data=data))
+        return data
+    assert kept('<svg width="72pt" height="36pt"><g width="1pt">') == {'image/svg+xml': '<svg width="110" height="55"><g width="1pt">'}
+    assert kept('<svg>' + 'x'*P.HEAVY) == {'image/png': 'x'}
+    P.sharpen(dict(name='stdout'))
 
 
 def test_unclosed_and_stray_fences_keep_html_balanced(tmp_path):

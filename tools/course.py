@@ -21,6 +21,7 @@ from tools.notebooks import ROOT, code_hash, digest
 from tools.pages import directives, index_html, page_html
 
 THREADS = [f'{v}_NUM_THREADS' for v in ('OMP', 'MKL', 'OPENBLAS', 'NUMEXPR')]
+FIGURES = "--InlineBackend.figure_formats={'png', 'svg'}"    # a page shows the lighter one; slides and cards take the png
 PARTS = {0: '', 1: 'Part I · Numbers and failures', 5: 'Part II · Training in FP16', 13: 'Part III · Choosing and watching',
          23: 'Part IV · Few bits', 29: 'Part V · What breaks today', 33: 'Part VI · Deciding', 85: 'Appendix'}
 
@@ -181,7 +182,7 @@ async def execute(
         km = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), kernel_name='python3')
         client = NotebookClient(nb, km=km, timeout=timeout, interrupt_on_timeout=True, allow_errors=True,
                                 startup_timeout=180, record_timing=False, resources={'metadata': {'path': folder}},
-                                extra_arguments=['--log-level=ERROR', '--HistoryManager.enabled=False'])
+                                extra_arguments=['--log-level=ERROR', '--HistoryManager.enabled=False', FIGURES])
         client.reset_execution_trackers()
         try:
             async with client.async_setup_kernel(env=kernel_env(folder), cleanup_kc=True):

@@ -17,6 +17,7 @@ TEMPLATES = Path(__file__).parent/'templates'
 STYLES = Path(__file__).parent.parent/'nbs/styles.css', TEMPLATES/'page.css'
 VIEW, STATE = (f'application/vnd.jupyter.widget-{kind}+json' for kind in ('view', 'state'))
 KINDS = 'text/html', VIEW, 'image/svg+xml', 'image/png', 'image/jpeg', 'text/markdown', 'text/latex', 'text/plain'
+DPI, HEAVY = 110, 200_000     # of the course's figures (plots.use_style); characters of a drawing
 
 
 def directives(
@@ -172,6 +173,20 @@ def fold_title(
     return 'Checker' if re.search(r'^def check_', code, re.M) else ''
 
 
+def sharpen(
+    output: dict, # of a cell that was run; changed in place
+):
+    "Of a figure's two forms keep the vectors, at the size of the pixels; a heavy one, as of many points, stays pixels"
+    data = output.get('data', {})
+    svg = ''.join(data.get('image/svg+xml', ''))
+    if not svg: return
+    if len(svg) > HEAVY: del data['image/svg+xml']
+    else:
+        def in_pixels(m): return f'{m[1]}="{float(m[2])*DPI/72:.0f}"'
+        data.pop('image/png', None)
+        data['image/svg+xml'] = re.sub(r'(width|height)="([\d.]+)pt"', in_pixels, svg, count=2)
+
+
 def set_view(
     cell: dict,  # a code cell that was run
     module: str, # that the notebook exports
@@ -182,6 +197,7 @@ def set_view(
     failed, heads = run.get('failed', 0), cell.source.count('\n') - code.count('\n')
     if is_hidden(d) or 'hide_output' in d or d.get('output') is False:
         cell.outputs = [o for o in cell.outputs if o.output_type == 'error']
+    for o in cell.outputs: sharpen(o)
     is_quiet = is_hidden(d) or d.get('echo') is False or 'hide_input' in d
     exported = {'export', 'exporti', 'exports'} & set(d)
     cell.metadata['alt'] = d.get('fig-alt') or d.get('fig-cap')

@@ -15,7 +15,7 @@ import nbformat
 from nbformat.v4 import new_markdown_cell, new_output
 from tools.course import chapters, executed, is_fresh, run_course
 from tools.runtime import links
-from tools.pages import directives, fold_earnest, is_check, is_imports, join_imports, widget_html
+from tools.pages import directives, fold_earnest, is_check, is_imports, join_imports, sharpen, widget_html
 
 VIEW, STATE = 'application/vnd.jupyter.widget-view+json', 'application/vnd.jupyter.widget-state+json'
 NO_QUARTO = ('The site is built with Quarto, and there is no `quarto` on the PATH: install it from '
@@ -82,6 +82,7 @@ def site_output(out, state, no):
     if out.output_type == 'error':
         lines = re.sub(r'\x1b\[[0-9;]*m', '', '\n'.join(out.traceback))
         return html_output(f'<pre class="error" id="failed-{no}">{escape(lines)}</pre>')
+    sharpen(out)
     return html_output(widget_html(out, state)) if VIEW in out.get('data', {}) else out
 
 
