@@ -28,6 +28,7 @@ from .scaler import LossScaler
 from .tensorcore import WHOLE_LAYERS, decompose, is_composite, is_product
 
 # %% ../nbs/27_fp8.ipynb #d8f295c8
+#| code-fold: true
 def no_scale(
     amax:Tensor, # largest magnitude of each tile
     global_amax:Tensor, # largest magnitude of the whole matrix, for scales of scales

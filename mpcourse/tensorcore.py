@@ -22,6 +22,7 @@ from .formats import e8m0, get_format
 from .rounding import quantize
 
 # %% ../nbs/23_tensorcore.ipynb #56b31e37
+#| code-fold: true
 @dataclass(frozen=True)
 class Core:
     "How a tensor core adds up: one instruction"
