@@ -220,7 +220,7 @@ def test_formulas_are_mathml(ran):
 def test_figure_has_caption_and_alt(ran):
     fig = soup(ran, '01_good').select_one('figure')
     assert fig.figcaption.decode_contents() == 'Half of it <em>vanishes</em>' and fig.img['alt'] == 'a line through the origin'
-    assert fig.img['src'].startswith('data:image/png;base64,')
+    assert fig.img['src'].startswith('data:image/svg+xml;base64,')
 
 
 def test_callout_folds_over_several_cells(ran):

@@ -333,7 +333,7 @@ class TestSmallSite:
         page, _ = open_page(browser, small_site/'formats.html')
         try:
             shown = page.locator('.exported pre').filter(has_text='class FloatFormat:')
-            assert shown.count() == 1 and shown.is_visible() and 'def __post_init__' in shown.inner_text()
+            assert shown.count() == 1 and 'def __post_init__' in shown.text_content()
             checker = page.locator('details').filter(has_text='def check_')
             assert checker.count() > 0 and checker.first.get_attribute('open') is None
             assert page.locator('[id^=check_]').count() == 0
