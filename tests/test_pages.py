@@ -159,8 +159,6 @@ def test_directives_of_the_course_are_read_and_the_code_below_is_whole(path):
     for c in nbformat.read(path, as_version=4).cells:
         if c.cell_type != 'code': continue
         d, code = P.directives(c.source)
-        keys = re.findall(r'^#\| ?([\w-]+):', c.source, re.M)
-        assert len(keys) == len(set(keys)), f'Quarto takes no directive twice: {c.id}'
         assert code.strip() == '\n'.join(x for x in c.source.splitlines() if not x.startswith('#|')).strip()
         assert all(isinstance(d.get(k, ''), str) for k in ('fig-cap', 'fig-alt'))
 
