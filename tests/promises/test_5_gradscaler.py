@@ -301,12 +301,26 @@ def test_accelerate(accelerate, opt, tmp_path):
     assert equal(a, b) and a[0] != 2.**12
 
 
-@pytest.mark.parametrize('opt', ('sgd', 'fused_adamw'))
-def test_hugging_faces_trainer(accelerate, opt, tmp_path):
+@pytest.mark.parametrize('make', (ours, theirs))
+def test_an_update_without_a_step_raises(make):
+    "Question 4 of chapter 11: nothing has looked at the gradients"
+    scaler, model = make(), net()
+    scaler.scale(model(data(1)[0][0]).sum()).backward()
+    with pytest.raises(AssertionError, match='No inf checks were recorded'): scaler.update()
+
+
+def trainer_classes():
+    "transformers' Trainer and its arguments"
     if importlib.util.find_spec('transformers') is None: pytest.skip('transformers is not installed')
     if 'transformers.trainer' not in sys.modules:
         with as_if_absent('torchvision'): importlib.import_module('transformers.trainer')
     from transformers import Trainer, TrainingArguments
+    return Trainer, TrainingArguments
+
+
+@pytest.mark.parametrize('opt', ('sgd', 'fused_adamw'))
+def test_hugging_faces_trainer(accelerate, opt, tmp_path):
+    Trainer, TrainingArguments = trainer_classes()
     class Classifier(nn.Module):
         def __init__(self): super().__init__(); self.net, self.dtypes = net(), set()
         def forward(self, x, labels=None):
@@ -328,3 +342,17 @@ def test_hugging_faces_trainer(accelerate, opt, tmp_path):
         return [scaler.get_scale(), *(p.detach().clone() for p in model.parameters())]
     a, b = (go(make(init_scale=2.**20, growth_interval=3)) for make in (ours, theirs))
     assert equal(a, b) and a[0] != 2.**20
+
+
+def test_trainer_with_model_init_has_no_model_for_the_scaler_yet(accelerate, tmp_path):
+    "Chapter 11 says so beside the three lines"
+    Trainer, TrainingArguments = trainer_classes()
+    found = []
+    class Ours(Trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            found.append(self.model)
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to='none')
+    Ours(None, args, model_init=net)
+    Ours(net(), args)
+    assert found[0] is None and isinstance(found[1], nn.Module)
