@@ -18,13 +18,14 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from .dynamic import DynamicScaler, from_torch
 from .scaler import LossScaler, validate_scale, warn_user
-from .step import decision_group, LOOK_EVERY, named_gradients, StepController, supports_found_inf
+from .step import decision_group, LOOK_EVERY, named_gradients, nonfinite_names
+from .step import StepController, supports_found_inf
 
 # %% ../nbs/11_gradscaler.ipynb #17c4ed01
 class _PolicyNumbers:
     "Attributes that torch's methods read and write: the numbers are the policy's"
     def _set_number(self, name, value):
-        "Change a number of the policy; ValueError if it has none, or for what cannot work"
+        "Change a number of the policy; ValueError if the policy lacks it or the value cannot work"
         if not self._made: return  # torch's constructor writes its defaults
         config = self.policy.config
         if getattr(self, '_' + name) == value: return
@@ -182,7 +183,7 @@ def _maybe_opt_step(self:GradScaler, optimizer, state, *args, **kwargs):
     state['taken'] = not sum(flag.item() for flag in state['found_inf_per_device'].values())
     if state['taken']: return optimizer.step(*args, **kwargs)
     named = self.controller.gradients(optimizer)
-    state['bad'] = [n for n, g, _ in named if not _numbers(g).isfinite().all()]
+    state['bad'] = nonfinite_names([(n, _numbers(g)) for n, g, _ in named])
 
 @patch
 def step(self:GradScaler,

@@ -128,7 +128,7 @@ def follow_rule(
 
 # %% ../nbs/13_policies.ipynb #758fc1f9
 class DeepSpeedScaler(LossScaler):
-    """DeepSpeed's rule: the last point of patience is never spent, and growth comes one step late.
+    """DeepSpeed's rule: patience never falls below 1, and the first growth comes one step late.
 
     At its minimum the scale stays, and the step is skipped with a warning; the original raises."""
     def __init__(self,

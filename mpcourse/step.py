@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from weakref import WeakSet
 
 import torch, torch.distributed as dist
@@ -206,6 +207,15 @@ def _one_more(skips, found):
     if not isinstance(skips, Tensor): skips = found.new_tensor(float(skips))
     return torch.addcmul(one, one, skips)
 
+def nonfinite_names(
+    grads, # pairs of a name and a gradient
+)->tuple: # of names
+    "Whose gradient holds an infinity or a NaN on this rank; the host reads once"
+    if not grads: return ()
+    names, tensors = zip(*grads)
+    home = tensors[0].device
+    finite = torch.stack([_local(t).isfinite().all().to(home) for t in tensors])
+    return tuple(compress(names, (~finite).cpu().numpy()))
 
 # %% ../nbs/09_step.ipynb #d3f3d309
 @dataclass
@@ -228,7 +238,7 @@ class StepOutcome:
         if self._stepped is None:
             self._stepped = not self.found_inf.item() > 0
             grads = [] if self._stepped else self.grads or []
-            self.nonfinite = tuple(n for n, _, m in grads if not _local(m).isfinite().all())
+            self.nonfinite = nonfinite_names([(n, m) for n, _, m in grads])
             self.grads = None
         return self._stepped
 

@@ -5,7 +5,7 @@ as a mean over so many micro-batches divides it, if nothing else is said.
 `loss`: one picture of twenty is 100,000 times too bright, so in FP16 the loss is not finite; `loss / 1` and so
 on: that, divided by less. `NaN`: the loss is finite, and the gradient of the logits is NaN; `NaN x 24`: in 24
 batches. `large`: it is 2^20 times too large. `grown`: it is 2^14 times as large from step 30 on, for good.
-`late`: as `loss`, from step 100 on. Learnt: the loss ends below 2; a guesser has 2.30.
+`late`: as `loss`, from step 100 on. Learnt: the loss ends below 2; guessing gives 2.30.
 FP32, too, skips a step whose gradients are not finite.
 """
 import math
