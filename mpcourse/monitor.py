@@ -326,24 +326,23 @@ class StepSums(TensorHooks):
         rows = self.passes[-1] if kind in ('input', 'activation') else self.rows
         self.add(rows, (name, kind), row)
 
-    def end_step(self):
-        "Without a backward pass, count all forward passes"
-        if self.differentiated: return
-        for seen in self.passes: self.count(seen)
-
-    def table(self, names):
-        "(tensors, 1 + names …): the scale, `STATISTICS`, then octaves; in one transfer to the host"
-        home = next(iter(self.rows.values()))
-        sums = torch.stack([r.to(home.device) for r in self.rows.values()])
-        factors = []
-        for n, kind in self.rows:
-            factor = self.factors.get(n if kind == 'weight_grad' else None, 1.)
-            factors.append(torch.as_tensor(factor, dtype=home.dtype, device=home.device))
-        factor = torch.stack(factors)
-        is_grad = [kind.endswith('_grad') for _, kind in self.rows]
-        of_grads = factor.where(torch.tensor(is_grad, device=home.device), 1.)
-        stats = sums_to_stats(sums, names, of_grads)
-        return torch.cat([1/factor[:, None], stats, sums[:, len(_SUMS):]], 1).cpu()
+# %% ../nbs/15_monitor.ipynb #56790143
+def step_table(
+    seen, # a `StepSums` that has something
+    names, # of `STATISTICS`
+)->Tensor: # (tensors, 1 + names …): the scale, the statistics, then octaves; on the host
+    "The statistics of a step, after one transfer"
+    home = next(iter(seen.rows.values()))
+    sums = torch.stack([r.to(home.device) for r in seen.rows.values()])
+    factors = []
+    for n, kind in seen.rows:
+        factor = seen.factors.get(n if kind == 'weight_grad' else None, 1.)
+        factors.append(torch.as_tensor(factor, dtype=home.dtype, device=home.device))
+    factor = torch.stack(factors)
+    is_grad = [kind.endswith('_grad') for _, kind in seen.rows]
+    of_grads = factor.where(torch.tensor(is_grad, device=home.device), 1.)
+    stats = sums_to_stats(sums, names, of_grads)
+    return torch.cat([1/factor[:, None], stats, sums[:, len(_SUMS):]], 1).cpu()
 
 # %% ../nbs/15_monitor.ipynb #18m00054
 class TensorCollector(AbstractContextManager):
@@ -407,7 +406,8 @@ class TensorCollector(AbstractContextManager):
         "The end of a step, taken or skipped: call it after the optimizer's, in each step"
         if self.seen:
             with _disable_current_modes():
-                self.seen.end_step()
+                if not self.seen.differentiated:            # count all forward passes
+                    for rows in self.seen.passes: self.seen.count(rows)
                 for name, kind, t in self.unhooked(loss):
                     if kind in self.kinds: self.seen.measure(name, kind, t)
                 if self.seen.rows: self.add()
@@ -436,7 +436,7 @@ class TensorCollector(AbstractContextManager):
         "Remember a collection and write it; a writer that fails is dropped"
         import pandas as pd
         columns = [n for n in self.stats if n in STATISTICS]
-        table = self.seen.table(columns)
+        table = step_table(self.seen, columns)
         width = 1 + len(columns)
         entry = pd.DataFrame(list(self.seen.rows), columns=['name', 'kind'])
         entry.insert(0, 'step', self.n)
