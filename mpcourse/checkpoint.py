@@ -10,7 +10,6 @@ import os, random, zipfile
 from collections import Counter, defaultdict, deque
 from contextlib import suppress
 from copy import deepcopy
-from functools import partial
 from itertools import chain
 from operator import is_
 from pathlib import Path
@@ -57,7 +56,7 @@ def set_random_states(
 # %% ../nbs/86_checkpoint.ipynb #8ac803d5
 _KIND = 'mpcourse kind'
 _READABLE = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
-_BACK = dict(floats=Tensor.tolist, tensors=lambda t: [x.clone() for x in t], array=Tensor.numpy)
+_BACK = dict(tensors=lambda t: [x.clone() for x in t], array=Tensor.numpy)
 
 _LONG = 1000 # a list of so many 0-dim tensors is a history: one a step
 _packed = {} # id of a history -> what it held at its last save, their versions, the tensor
@@ -86,10 +85,9 @@ def _pack(history):
 
 # %% ../nbs/86_checkpoint.ipynb #2a0f6c47
 def _plain_list(x, name):
-    "A list; floats, or tensors of one shape, become one tensor, as there may be one for each step"
+    "A list; tensors of one shape become one tensor, as there may be one for each step"
     types = set(map(type, x))
-    if types and types <= {float, np.float64}:
-        return {_KIND: 'floats', 'of': torch.tensor([*x], dtype=torch.float64)}
+    if types <= {*_READABLE}: return list(x)
     tensors = all(issubclass(t, Tensor) and not issubclass(t, nn.Parameter) for t in types)
     packed = _pack(x) if tensors and len(x) >= _LONG else None
     if packed is not None: return {_KIND: 'tensors', 'of': packed}
@@ -124,16 +122,6 @@ def decode(
     return {k: decode(v) for k, v in x.items()}
 
 # %% ../nbs/86_checkpoint.ipynb #be4da15a
-def validate_path(
-    path:Path, # of a file that is to be written
-):
-    "OSError where no file can be written: the path is a folder, or its folder does not exist"
-    if path.is_dir(): raise IsADirectoryError(
-        f'{path} is a folder, and a training state is a file: '
-        f'give the name of a file in it, as {path/"run.ckpt"}.')
-    if not path.parent.is_dir(): raise FileNotFoundError(
-        f'{path} cannot be written, since there is no folder {path.parent}: make the folder first.')
-
 def open_locked(
     path:Path, # of a file; it is made if it is not there
 ): # the open file
@@ -153,7 +141,6 @@ def atomic_save(
     doc:dict, # what is to be in it
 ):
     "Write another file, force it to the disk and rename it, so that a whole one is always there"
-    validate_path(path)
     new = path.with_name(f'{path.name}.tmp')
     with open_locked(new) as f:
         try:
@@ -178,7 +165,7 @@ def _about(model, opt, scaler):
             f'{part!r} has no state: give the model, the optimizer and the scaler that train '
             '(of a MixedStep, its .scaler).')
     steps = [getattr(f, 'func', f).__name__ for f in getattr(opt, 'cbs', [])]   # of fastai's kind
-    about = {'the optimizer': [type(opt).__name__, *steps]}
+    about = {'the optimizer': [type(opt).__name__, *steps], 'with a scaler': scaler is not None}
     for i, ps in enumerate(group_params(opt)): about[f'group {i}'] = list(map(_like, ps))
     for name, value in model.state_dict().items(): about[name] = _like(value)
     return about
@@ -196,7 +183,7 @@ def _bare(model):
     return _bare(model.module) if isinstance(model, parallel) else model
 
 # %% ../nbs/86_checkpoint.ipynb #d2b8c54f
-FORMAT = 'mpcourse training state 4'
+FORMAT = 'mpcourse training state 5'
 
 def save_training_state(
     path:str|Path, # of the file, in a folder that exists; a link is followed
@@ -221,8 +208,6 @@ def read_training_state(
     path:Path, # of the file
 )->dict: # what is in it
     "The file's content; ValueError if it is cut off, damaged, or another kind of file"
-    if not path.is_file():
-        raise FileNotFoundError(f'There is no file {path}: give the path of a training state.')
     device = None if torch.cuda.is_available() else 'cpu' # None: where each tensor was
     try:
         with zipfile.ZipFile(path) as z: bad = z.testzip() # torch writes checksums and ignores them
@@ -231,6 +216,7 @@ def read_training_state(
             raise ValueError(f'checksum of {bad}, format {doc["format"]!r}')
         doc['model'].update(decode(doc['model']))
         return dict(model=doc['model'], **decode(doc['rest']))
+    except FileNotFoundError: raise
     except Exception as e:
         raise ValueError(
             f'{path} is cut off, damaged, or not a training state of this version '
@@ -239,15 +225,14 @@ def read_training_state(
 # %% ../nbs/86_checkpoint.ipynb #32e64301
 def _load_all(doc, model, opt, scaler):
     "Load model, optimizer and scaler; if one of them refuses its state, all are as they were"
-    weights = deepcopy(model.state_dict())
-    scale = None if scaler is None else deepcopy(scaler.state_dict())
+    parts = dict(model=model)
+    if scaler is not None: parts['scaler'] = scaler
+    before = {name: deepcopy(part.state_dict()) for name, part in parts.items()}
     try:
-        if scaler is not None: scaler.load_state_dict(doc['scaler'])
-        model.load_state_dict(doc['model'])
+        for name, part in parts.items(): part.load_state_dict(doc[name])
         opt.load_state_dict(doc['opt']) # last: it checks all before it changes any
     except Exception:
-        if scaler is not None: scaler.load_state_dict(scale)
-        model.load_state_dict(weights)
+        for name, part in parts.items(): part.load_state_dict(before[name])
         raise
 
 def load_training_state(
@@ -258,18 +243,16 @@ def load_training_state(
 )->dict: # the **extra of the call that saved it
     "Restore model, optimizer, scaler and random numbers from a file; an error changes nothing"
     path, model, opt = Path(path), _bare(model), inner_optimizer(opt)
-    here = _about(model, opt, scaler)
     doc = read_training_state(path)
-    there = doc['about']
-    wrong = [k for k in there | here if there.get(k) != here.get(k)]
-    why = None
-    if wrong: why = f'{wrong[0]} was {there.get(wrong[0])} and is {here.get(wrong[0])}'
-    elif scaler is None and doc['scaler'] is not None: why = 'it has a scaler, and none was given'
-    if why: raise ValueError(f'{path} does not fit: {why}. Nothing was loaded: build all '
-                             'parts as they were when the file was written.')
-    if scaler is not None and doc['scaler'] is None:
+    if doc['scaler'] is None and hasattr(scaler, 'load_state_dict'):
         warn_user(f'{path} has no scaler: {scaler} stays as it is.')
         scaler = None
+    there = doc['about']
+    here = _about(model, opt, scaler)
+    for k in there | here:
+        if there.get(k) != here.get(k): raise ValueError(
+            f'{path} does not fit: {k} was {there.get(k)} and is {here.get(k)}. Nothing was '
+            'loaded: build all parts as they were when the file was written.')
     _load_all(doc, model, opt, scaler)
     for m, saved in zip(_masters(model, opt), doc['masters']): m.copy_(saved)
     set_random_states(doc['random'])
@@ -299,19 +282,20 @@ def set_callback_state(
         else: vars(obj)[k] = new
 
 # %% ../nbs/86_checkpoint.ipynb #c13a0037
-def _mixed(learn): return [cb for cb in learn.cbs if isinstance(cb, MixedPrecisionCB)]
-def _scaler(learn): return _mixed(learn)[0].scaler if _mixed(learn) else None
+def _scaler(learn):
+    "The scaler of a mixed-precision callback, or None"
+    for cb in learn.cbs:
+        if isinstance(cb, MixedPrecisionCB): return cb.scaler
 
 def stateful_callbacks(
     learn:Learner, # in a fit
 )->dict: # name of a class -> its objects
     "What has something to remember: callbacks, metrics of the training part, histories of steps"
-    recorder = learn.recorder
-    metrics = [recorder.smooth_loss]
-    if recorder.train_metrics: metrics += learn.metrics
-    histories = [cb.history for cb in _mixed(learn)]
+    objects = [*learn.cbs, learn.recorder.smooth_loss]
+    if learn.recorder.train_metrics: objects += learn.metrics
+    objects += [cb.history for cb in learn.cbs if isinstance(cb, MixedPrecisionCB)]
     out = defaultdict(list)
-    for x in (*learn.cbs, *metrics, *histories):
+    for x in objects:
         if not isinstance(x, CheckpointCB): out[type(x).__name__].append(x)
     return out
 
@@ -324,8 +308,9 @@ def fit_state(
     "What a fit has to remember besides model, optimizer and scaler"
     out = {n: v for n, v in vars(learn).items() if n in COUNTED}
     out['grads'] = [n for n, p in learn.model.named_parameters() if p.grad is not None]
-    states = {n: list(map(callback_state, xs)) for n, xs in stateful_callbacks(learn).items()}
-    out['callback_state'] = states
+    out['callback_state'] = {}
+    for n, xs in stateful_callbacks(learn).items():
+        out['callback_state'][n] = list(map(callback_state, xs))
     return out
 
 # %% ../nbs/86_checkpoint.ipynb #c13a0038
@@ -343,19 +328,6 @@ def set_fit_state(
 
 # %% ../nbs/86_checkpoint.ipynb #3662f141
 def _own(learn): return [dl.rng for dl in learn.dls.loaders if hasattr(dl, 'rng')]
-
-def rest_of_epoch(
-    learn:Learner, # whose `all_batches` this replaces, once
-    done:int, # batches that were trained on
-    restore, # called before the next batch is drawn
-):
-    "Draw the batches that are done without training on them, and train on the others"
-    del vars(learn)['all_batches']
-    learn.n_iter = len(learn.dl)
-    batches = iter(learn.dl)
-    for _ in range(done): next(batches)
-    restore()
-    for i, b in enumerate(batches, done): learn.one_batch(i, b)
 
 # %% ../nbs/86_checkpoint.ipynb #c13a003f
 def _several(): return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -388,19 +360,6 @@ def choose_common_step(
         f'remove {file} and those of the others, or give another path.')
     _next(file).unlink(missing_ok=True)
 
-# %% ../nbs/86_checkpoint.ipynb #c13a0044
-def save_fit(
-    file:Path, # of this rank
-    learn:Learner, # between two steps, or at the end
-    **more, # what else is saved
-):
-    "Write a checkpoint on all ranks; old files are replaced after all have written their new ones"
-    new = _next(file) if _several() else file
-    save_training_state(new, learn.model, learn.opt, _scaler(learn), **fit_state(learn), **more)
-    if new == file: return
-    dist.barrier(getattr(learn.model, 'process_group', None))
-    os.replace(new, file)
-
 # %% ../nbs/86_checkpoint.ipynb #c13a0066
 def fit_file(
     path:Path, # of this rank's first fit
@@ -409,32 +368,9 @@ def fit_file(
     "The file of this fit; each fit of a script has one"
     return path.with_stem(f'{path.stem}.fit{n + 1}') if n else path
 
-def finish_completed_fit(
-    learn:Learner, # at the start of a fit that is complete
-    state:dict, # its final one
-    mine:Callback, # the only callback that is called
-):
-    "Skip a complete fit: restore its end, and call no other callback"
-    learn.model.to(getattr(learn.dls, 'device', None)).eval()
-    set_fit_state(learn, state)
-    set_random_states(state['order'], *_own(learn))
-    learn.training = False
-    for cb in learn.cbs:
-        if cb is not mine: cb.run = False # fastai sets it again after the fit
-    raise CancelFitException
-
 # %% ../nbs/86_checkpoint.ipynb #c13a0069
 # by process and path: its lock; how many fits are complete; is one begun?
 _locks, _fits, _open = {}, Counter(), set()
-
-def acquire_lock(
-    path:Path, # of this rank's first fit
-)->tuple: # the process and the path
-    "Let only this process write there; OSError if another one does, or if no file can be written"
-    key = (os.getpid(), path)
-    validate_path(path)
-    if key not in _locks: _locks[key] = open_locked(path.with_name(f'{path.name}.lock'))
-    return key
 
 # %% ../nbs/86_checkpoint.ipynb #ace2ddea
 class CheckpointCB(Callback):
@@ -443,21 +379,24 @@ class CheckpointCB(Callback):
     def __init__(self,
         path:str|Path, # the file of the first fit; each rank adds its number to the name
         every:int=100, # batches between checkpoints; an accumulation is completed first
-        resume:bool=True, # go on from the files if there are any
     ):
         if type(every) is not int or every < 1: raise ValueError(
             f'every={every!r} is not a number of batches: give a whole number from 1.')
-        self.path, self.every, self.resume = Path(path).resolve(), every, resume
+        self.path, self.every = Path(path).resolve(), every
         self.saved = None
         self.disabled_cbs = []
 
     def before_fit(self):
-        "Continue from a file, if there is one"
+        "Lock the path, and continue from the file of this fit, if there is one"
         learn = self.learn
         if not is_training(learn): return
-        self.saved, self.last = None, 0
-        self.place = acquire_lock(rank_file(self.path))
-        path, n = self.place[1], _fits[self.place]
+        self.saved, self.last, self.step_done = None, 0, False
+        path = rank_file(self.path)
+        if path.is_dir(): raise IsADirectoryError(f'{path} is a folder: give the name of a file.')
+        self.place = os.getpid(), path
+        if self.place not in _locks:
+            _locks[self.place] = open_locked(path.with_name(f'{path.name}.lock'))
+        n = _fits[self.place]
         self.file = fit_file(path, n)
         if n and self.place in _open: warn_user(
             f'A fit at {self.path} was stopped in this process, and this one goes on from its '
@@ -467,12 +406,12 @@ class CheckpointCB(Callback):
         hypers = list(map(dict, learn.opt.hypers))
         self.arguments = dict(epochs=learn.n_epoch, batches=len(learn.dls.train),
                               examples=len(learn.dls.train_ds), hypers=hypers)
-        if self.resume: self.load()
+        self.load()
         self.order = 80
         fit_file(path, n + 1).unlink(missing_ok=True) # of an earlier life
 
     def load(self):
-        "Load the file of this fit, if there is one; ValueError if the fit had other arguments"
+        "Load the file of this fit, if there is one; skip the fit if it is complete"
         learn = self.learn
         if _several(): choose_common_step(self.file, getattr(learn.model, 'process_group', None))
         if not self.file.exists(): return
@@ -481,14 +420,30 @@ class CheckpointCB(Callback):
             f'{self.file} is of a fit with {was}, and this one has {self.arguments}: '
             'run the same script from its beginning, or give another path.')
         self.saved = load_training_state(self.file, learn.model, learn.opt, _scaler(learn))
-        if self.saved['done']: finish_completed_fit(learn, self.saved, self)
+        if not self.saved['done']: return
+        learn.model.to(getattr(learn.dls, 'device', None)).eval()
+        set_fit_state(learn, self.saved)
+        set_random_states(self.saved['order'], *_own(learn))
+        learn.training = False
+        for cb in learn.cbs:
+            if cb is not self: cb.run = False # fastai sets it again after the fit
+        raise CancelFitException
+
+    def save(self, order, done):
+        "Write a checkpoint; of several ranks, old files are replaced when all new ones are there"
+        learn = self.learn
+        new = _next(self.file) if _several() else self.file
+        save_training_state(new, learn.model, learn.opt, _scaler(learn), **fit_state(learn),
+                            arguments=self.arguments, order=order, done=done)
+        if new == self.file: return
+        dist.barrier(getattr(learn.model, 'process_group', None))
+        os.replace(new, self.file)
 
     def before_epoch(self):
         "Skip complete epochs; no other callback is called in them"
         if self.saved is None or not is_training(self.learn): return
         if self.learn.epoch == self.saved['epoch']:
-            rest = partial(rest_of_epoch, self.learn, self.saved['iter'] + 1, self.restore)
-            vars(self.learn)['all_batches'] = rest
+            vars(self.learn)['all_batches'] = self.rest_of_epoch    # once
         else:
             self.disabled_cbs = [cb for cb in self.learn.cbs if cb.run and cb is not self]
             for cb in self.disabled_cbs: cb.run = False
@@ -504,27 +459,31 @@ class CheckpointCB(Callback):
         if self.saved: set_random_states(self.saved['order'], *_own(self.learn))
         self.order_now = random_states(*_own(self.learn))
 
-    def restore(self):
-        "Restore what the checkpoint holds"
+    def rest_of_epoch(self):
+        "Draw the batches that are done, restore the checkpoint, and train on the others"
         learn = self.learn
+        del vars(learn)['all_batches']
+        learn.n_iter = len(learn.dl)
+        batches = iter(learn.dl)
+        done = self.saved['iter'] + 1
+        for _ in range(done): next(batches)
         self.saved = None
         set_fit_state(learn, load_training_state(self.file, learn.model, learn.opt, _scaler(learn)))
-        self.last = self.learn.train_iter
-
-    def before_batch(self):
-        "Note that the step is not complete, which it stays within an accumulation"
-        self.step_done = False
+        self.last = learn.train_iter
+        for i, b in enumerate(batches, done): learn.one_batch(i, b)
 
     def after_step(self):
-        "Note that the step is complete"
+        "Note that the step is complete, which it is not within an accumulation"
         self.step_done = True
 
     def after_batch(self):
         "Save after a complete step, if a checkpoint is due"
-        due = self.learn.train_iter//self.every > self.last//self.every
-        if not (self.learn.training and self.step_done and due and is_training(self.learn)): return
-        save_fit(self.file, self.learn, arguments=self.arguments, order=self.order_now, done=False)
-        self.last = self.learn.train_iter
+        n = self.learn.train_iter
+        due = self.step_done and n//self.every > self.last//self.every
+        self.step_done = False
+        if not (due and is_training(self.learn)): return
+        self.save(self.order_now, done=False)
+        self.last = n
 
     def after_fit(self):
         "Save the final state"
@@ -533,5 +492,4 @@ class CheckpointCB(Callback):
         _open.discard(self.place)
         if self.saved: warn_user(f'{self.file} holds the end of this fit, which is skipped: '
                                 'remove the file to train again.')
-        else: save_fit(self.file, self.learn, arguments=self.arguments,
-                       order=random_states(*_own(self.learn)), done=True)
+        else: self.save(random_states(*_own(self.learn)), done=True)

@@ -89,7 +89,7 @@ class MonitorCB(ContextCB):
         if self.collector is None: return []
         return self.collector.records
 
-    def frame(self, last:int|None=None)->object:
+    def frame(self, last:int=0)->object:
         "As `TensorCollector.frame`"
         return self.collector.frame(last)
 
@@ -137,7 +137,7 @@ class WarnCB(Callback):
     def after_step(self):
         "Judge the latest collections; keep the first warning, and act on it"
         c = self.learn.monitor_cb.collector
-        if not c.entries or c.entries[-1][0] != c.n - 1 or 'flushed' not in c.entries[-1][-1]:
+        if not c.entries or c.entries[-1].step[0] != c.n - 1 or 'flushed' not in c.entries[-1]:
             return
         self.verdict = early_warning(c.frame(10), self.limit)
         if self.verdict.warns and not self.warning:

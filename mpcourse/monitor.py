@@ -43,7 +43,7 @@ def _remove_all(handles):
 # %% ../nbs/15_monitor.ipynb #18m00028
 #| code-fold: true
 TENSOR_KINDS = ('input', 'activation', 'activation_grad', 'weight', 'weight_grad', 'loss', 'moment')
-HOOKED = ('input', 'activation', 'activation_grad', 'weight_grad')      # what a hook sees
+HOOKED = ('activation', 'activation_grad', 'weight_grad')           # what `TensorHooks` shows
 
 def validate_choice(
     names, # one name, or several
@@ -52,47 +52,40 @@ def validate_choice(
 )->tuple: # of names
     "The names as a tuple; ValueError for a name that does not exist"
     names = (names,) if isinstance(names, str) else tuple(names)
-    unknown = [n for n in names if n not in known]
-    if names and not unknown: return names
-    bad = unknown[0] if unknown else names
-    raise ValueError(f'There is no {what} {bad!r}: take some of {", ".join(known)}.')
+    for n in names:
+        if n not in known:
+            raise ValueError(f'There is no {what} {n!r}: take some of {", ".join(known)}.')
+    return names
 
 # %% ../nbs/15_monitor.ipynb #18m0028b
 #| code-fold: true
 def match_names(
-    patterns, # None: all; a glob such as '*.attn*', a function of a name, or a list of these
+    patterns, # None: all; a glob such as '*.attn*', or a list of these; a set: its names alone
     names, # the names that exist
     what:str='module', # what they are names of, for the message
 )->list: # those that match, in the order of `names`
     "Choose names by patterns; ValueError for a pattern that matches none"
     names = list(names)
     if patterns is None: return names
-    if isinstance(patterns, str) or callable(patterns): patterns = [patterns]
-    patterns = list(patterns)
-    refusal = f'matches no {what}: there are {", ".join(names) or "none"}.'
-    if not patterns: raise ValueError(f'{patterns!r} {refusal}')
+    if isinstance(patterns, set): return [n for n in names if n in patterns]
+    if isinstance(patterns, str): patterns = [patterns]
     chosen = set()
-    for p in patterns:
-        found = [n for n in names if (p(n) if callable(p) else fnmatchcase(n, p))]
-        if not found: raise ValueError(f'{p!r} {refusal}')
+    for p in patterns or ['']:                              # a list without patterns is refused
+        found = [n for n in names if fnmatchcase(n, p)]
+        if not found: raise ValueError(f'{p!r} matches no {what}: there are {", ".join(names)}.')
         chosen.update(found)
     return [n for n in names if n in chosen]
 
 def named_tensors(
     name:str, # of the nest
     x, # a tensor, or a nest of dicts, lists and tuples
-)->list: # of (name, tensor)
+):  # yields (name, tensor)
     "Each floating tensor in a nest, with a name; a single one has the name of the nest"
-    if isinstance(x, Tensor):
-        shown = x.is_floating_point() and x.layout is torch.strided
-        return [(name, x)] if shown else []
+    if isinstance(x, Tensor) and x.is_floating_point() and x.layout is torch.strided: yield name, x
     if isinstance(x, (list, tuple)): x = dict(enumerate(x))
-    if not isinstance(x, dict): return []
-    parts = list(x.items())
-    if len(parts) == 1: return named_tensors(name, parts[0][1])
-    found = []
-    for k, part in parts: found += named_tensors(f'{name}.{k}', part)
-    return found
+    if not isinstance(x, dict): return
+    for k, part in x.items():
+        yield from named_tensors(name if len(x) == 1 else f'{name}.{k}', part)
 
 # %% ../nbs/15_monitor.ipynb #18m0028c
 #| code-fold: true
@@ -103,10 +96,10 @@ def watched_modules(
 )->dict: # name -> module; the model itself has the name of its class
     "The modules whose tensors are shown"
     top = type(model).__name__
-    def shown(m):
-        if types is None: return m._parameters or not m._modules
-        return isinstance(m, types)
-    found = {n or top: m for n, m in model.named_modules() if shown(m)}
+    found = {}
+    for n, m in model.named_modules():
+        layer = m._parameters or not m._modules
+        if isinstance(m, types) if types else layer: found[n or top] = m
     if not found: raise ValueError(f'No module of {top} is a {types}: give other types.')
     if root: found[top] = model
     return found
@@ -120,53 +113,38 @@ class TensorHooks(AbstractContextManager):
         kinds=('activation', 'activation_grad'), # of `HOOKED`
         names=None, # modules and parameters, as for `match_names`
         types=None, # classes of modules, as for `watched_modules`
-        accumulated:bool=False, # weights' gradients as summed up, not what each micro-batch adds
         root:bool=False, # the model itself, too
         bare:bool=False, # call `see` without switching autograd and dispatch modes off
     ):
         self.kinds = validate_choice(kinds, HOOKED, 'kind for a hook')
         self.see, self.bare, self.active = see, bare, True
-        modules, params, chosen = {}, {}, []
+        parts = {}
         if {'activation', 'activation_grad'} & {*self.kinds}:
-            modules = watched_modules(model, types, root)
-        if 'weight_grad' in self.kinds:
-            params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        if modules or params:
-            chosen = match_names(names, [*modules, *params], 'module or parameter')
-        handles = []
-        if 'input' in self.kinds:
-            hook = OwnedHook(self, 'inputs')
-            handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
-        for n in chosen:
-            if n in modules:
-                handle = modules[n].register_forward_hook(OwnedHook(self, 'outputs', n))
-            elif accumulated:
-                hook = OwnedHook(self, 'grown', n)
-                handle = params[n].register_post_accumulate_grad_hook(hook)
-            else: handle = params[n].register_hook(OwnedHook(self, 'show', n, 'weight_grad'))
-            handles.append(handle)
-        self._remove = weakref.finalize(self, _remove_all, handles)
+            parts = watched_modules(model, types, root)
+        for n, p in model.named_parameters():
+            if 'weight_grad' in self.kinds and p.requires_grad: parts[n] = p
+        chosen = match_names(names, parts, 'module or parameter')
+        self.handles = [self.hook(n, parts[n]) for n in chosen]
+        self._remove = weakref.finalize(self, _remove_all, self.handles)
+
+    def hook(self, name, part):
+        "Hook a module or a parameter; the handle"
+        if isinstance(part, nn.Parameter):
+            return part.register_hook(OwnedHook(self, 'show', name, 'weight_grad'))
+        return part.register_forward_hook(OwnedHook(self, 'outputs', name))
 
     def show(self, name, kind, t):
         "Call `see`"
         if self.bare: return self.see(name, kind, t)
         with torch.no_grad(), _disable_current_modes(): return self.see(name, kind, t)
 
-    def inputs(self, module, args, kwargs):
-        "Show what the model is called with"
-        for n, t in named_tensors('input', dict(enumerate(args)) | kwargs): self.show(n, 'input', t)
-
     def outputs(self, name, module, args, out):
         "Show a layer's output, and hook its gradient"
         again = torch._C._current_graph_task_id() != -1         # a checkpointed block is shown once
         for n, t in named_tensors(name, out):
             if 'activation' in self.kinds and not again: self.show(n, 'activation', t)
-            if 'activation_grad' not in self.kinds or not t.requires_grad: continue
-            t.register_hook(OwnedHook(self, 'show', n, 'activation_grad'))
-
-    def grown(self, name, p):
-        "Show a weight's gradient as summed up after a micro-batch"
-        self.show(name, 'weight_grad', p.grad)
+            if 'activation_grad' in self.kinds and t.requires_grad:
+                t.register_hook(OwnedHook(self, 'show', n, 'activation_grad'))
 
     def remove(self):
         "Remove all hooks; may be called twice"
@@ -183,25 +161,19 @@ STATISTICS = {
     'overflow': 'share that is infinite or NaN',
     'dynamic_range': 'octaves from the smallest magnitude to the largest'}
 BLOCK = 2**16 # elements that a CPU measures at once
-_SUMS = ('n', 'sum', 'abs_sum', 'squares', 'zeros', 'nonfinite')    # these add up
-_EXTREMES = ('min', 'max', 'min_abs')                               # these do not
+_SUMS = ('n', 'sum', 'abs_sum', 'squares', 'zeros', 'nonfinite',    # these add up
+         'min', 'max', 'min_abs')                                   # these do not
 
 def _block_sums(x):
-    "`_SUMS` and `_EXTREMES` of a tensor (n,)"
+    "`_SUMS` of a tensor (n,)"
     d = x.to(torch.float32 if x.is_mps else torch.float64)      # Apple's GPUs have no FP64
     if not len(x): return d.new_tensor([0., 0, 0, 0, 0, 0, math.inf, -math.inf, math.inf])
     a = d.abs()
     n = d.new_full((), len(x))
-    zeros, nonfinite = n*0, n*0
-    abs_sum = a.sum()
-    min_abs = a.amin()
-    if not (x.is_cpu and min_abs > 0):                          # most blocks have no zero
-        # as numbers: much quicker than counting truth values
-        zeros = torch.eq(d, 0, out=torch.empty_like(d)).sum()
-        min_abs = torch.threshold(a, 0., math.inf).amin()
-    if not (x.is_cpu and abs_sum < math.inf):                   # and no infinity
-        nonfinite = n - torch.count_nonzero(a < math.inf)
-    sums = [n, d.sum(), abs_sum, d.dot(d), zeros, nonfinite]
+    zeros = n - torch.count_nonzero(d)
+    nonfinite = n - torch.count_nonzero(a < math.inf)
+    min_abs = a.masked_fill(a == 0, math.inf).amin()
+    sums = [n, d.sum(), a.sum(), d.dot(d), zeros, nonfinite]
     return torch.stack([*sums, d.amin(), d.amax(), min_abs])
 
 # %% ../nbs/15_monitor.ipynb #18m0037b
@@ -209,13 +181,12 @@ def merge_sums(
     rows:list, # of (9 or more,): from `tensor_sums`, then more sums
 )->Tensor: # one of them
     "The sums of a tensor from the sums of its parts"
-    if len(rows) == 1: return rows[0]
     rows = torch.stack(rows)
-    column = dict(zip(_SUMS + _EXTREMES, rows.unbind(1)))
-    extremes = [column['min'].amin(), column['max'].amax(), column['min_abs'].amin()]
-    add_up = rows[:, :len(_SUMS)].sum(0)
-    more = rows[:, len(_SUMS + _EXTREMES):].sum(0)
-    return torch.cat([add_up, torch.stack(extremes), more])
+    merged = rows.sum(0)
+    merged[6] = rows[:, 6].amin()
+    merged[7] = rows[:, 7].amax()
+    merged[8] = rows[:, 8].amin()
+    return merged
 
 def tensor_sums(
     x:Tensor, # floating, any shape
@@ -226,12 +197,12 @@ def tensor_sums(
 
 # %% ../nbs/15_monitor.ipynb #18m00038
 def sums_to_stats(
-    sums:Tensor, # (tensors, 9)
+    sums:Tensor, # (tensors, 9 or more)
     names, # of `STATISTICS`
     factor=1., # what each tensor is multiplied by, a number or (tensors,); not shares
 )->Tensor: # (tensors, names) float64; NaN for a tensor without elements
     "Statistics out of sums"
-    s = dict(zip(_SUMS + _EXTREMES, sums.unbind(1)))
+    s = dict(zip(_SUMS, sums.unbind(1)))
     n = s['n']
     top = s['min'].abs().maximum(s['max'].abs())
     mean = s['sum']/n
@@ -241,9 +212,9 @@ def sums_to_stats(
         mean_abs=s['abs_sum']/n*factor, mean=mean*factor, std=std*factor,
         zeros=s['zeros']/n, overflow=s['nonfinite']/n,
         dynamic_range=(top/s['min_abs']).log2().where(top > 0, math.nan))
-    if not names: return sums.new_empty(len(sums), 0)
-    out = torch.stack([stats[k] for k in names], 1)
-    return out.masked_fill((n == 0)[:, None], math.nan)
+    columns = [list(stats).index(k) for k in names]
+    out = torch.stack([*stats.values()], 1).masked_fill((n == 0)[:, None], math.nan)
+    return out[:, columns]
 
 @torch.no_grad()
 def tensor_stats(
@@ -252,7 +223,6 @@ def tensor_stats(
 )->Tensor: # (tensors, names) float32, on their device
     "Statistics of tensors, without waiting for the device"
     names = validate_choice(names, STATISTICS, 'statistic')
-    if not len(tensors): return torch.empty(0, len(names))
     sums = torch.stack([tensor_sums(t) for t in tensors])
     return sums_to_stats(sums, names).float()
 
@@ -263,12 +233,10 @@ def octave_counts(
     x:Tensor, # floating, any shape
 )->Tensor: # (279,) float64: zeros, elements in each octave from 2^-149 on, not finite
     "How many elements of a tensor have each exponent"
-    x = x.detach().reshape(-1)
-    dtype = torch.float32 if x.is_mps else torch.float64
-    at = torch.frexp(x.to(dtype)).exponent.long() - LOWEST
-    at = at.masked_fill(x == 0, 0).masked_fill(~x.isfinite(), HIGHEST - LOWEST + 1)
-    ones = torch.ones_like(at, dtype=dtype)
-    return ones.new_zeros(HIGHEST - LOWEST + 2).index_add_(0, at, ones)
+    d = x.detach().reshape(-1).to(torch.float32 if x.is_mps else torch.float64)
+    at = torch.frexp(d).exponent.long() - LOWEST
+    at = at.masked_fill(d == 0, 0).masked_fill(~d.isfinite(), HIGHEST - LOWEST + 1)
+    return torch.bincount(at, minlength=HIGHEST - LOWEST + 2).to(d.dtype)
 
 def counts_to_hist(
     counts:Tensor, # from `octave_counts`, on the host
@@ -296,35 +264,46 @@ def inverse_scale(
     return 1/(scaler.get_scale() if now is None else now)
 
 # %% ../nbs/15_monitor.ipynb #18m00050
-class StepSums:
+class StepSums(TensorHooks):
     "What one training step shows of its tensors: sums over micro-batches that were not dropped"
-    def __init__(self, model, scaler, hist=False):
-        self.model, self.scaler, self.hist, self.active = model, scaler, hist, True
+    def __init__(self, model, kinds, names, types=None, scaler=None, hist=False):
+        super().__init__(model, self.measure, set(kinds) & {*HOOKED}, names, types, root=True)
+        self.model, self.scaler, self.hist = model, scaler, hist
+        self.inputs = 'input' in kinds and 'input' in names
         self.forget()
-        handles = [model.register_forward_pre_hook(OwnedHook(self, 'begin')),
-                   model.register_forward_hook(OwnedHook(self, 'end'))]
-        self.remove = weakref.finalize(self, _remove_all, handles)
+        self.handles += [
+            model.register_forward_pre_hook(OwnedHook(self, 'begin'), with_kwargs=True),
+            model.register_forward_hook(OwnedHook(self, 'end'), prepend=True)]
+
+    def hook(self, name, part):
+        "Of a weight, look at what the micro-batches have added up to"
+        if not isinstance(part, nn.Parameter): return super().hook(name, part)
+        return part.register_post_accumulate_grad_hook(OwnedHook(self, 'grown', name))
+
+    def grown(self, name, p):
+        "Show a weight's gradient after a micro-batch"
+        self.show(name, 'weight_grad', p.grad)
 
     def forget(self):
         "Forget what was seen"
         self.rows = {}              # (name, kind): sums
         self.factors = {}           # name: what takes the scale out; None: of all other gradients
-        self.passes = []            # rows of forward passes, until a gradient comes back
+        self.passes = [{}]          # rows of forward passes, until a gradient comes back
         self.differentiated = False
 
-    def begin(self, module, args):
+    def begin(self, module, args, kwargs):
         "Note a forward pass, and forget the batch before it if its gradients were cleared"
         if torch._C._current_graph_task_id() != -1: return      # checkpointed, computed again
-        params = dict(self.model.named_parameters())
-        grads = [n for n, kind in self.rows if kind == 'weight_grad']
-        if any(params[n].grad is None for n in grads): self.forget()
+        for n, p in module.named_parameters():
+            if p.grad is None and (n, 'weight_grad') in self.rows: self.forget()
         self.passes.append({})
+        if not self.inputs: return
+        for n, t in named_tensors('input', dict(enumerate(args)) | kwargs): self.show(n, 'input', t)
 
     def end(self, module, args, out):
         "Hook the outputs, to know when a gradient comes back into this pass"
         for _, t in named_tensors('', out):
-            if not t.requires_grad or not self.passes: continue
-            t.register_hook(OwnedHook(self, 'count', self.passes[-1]))
+            if t.requires_grad: t.register_hook(OwnedHook(self, 'count', self.passes[-1]))
 
     def count(self, seen, grad=None):
         "Count what a forward pass showed, since a gradient has come back into it"
@@ -337,95 +316,36 @@ class StepSums:
         if key in rows and key[1] != 'weight_grad': row = merge_sums([rows[key], row])
         rows[key] = row
 
-    def see(self, name, kind, t):
+    def measure(self, name, kind, t):
         "Measure a tensor"
         if not self.model.training: return
         if None not in self.factors: self.factors[None] = inverse_scale(self.scaler)
         if kind == 'weight_grad': self.factors[name] = inverse_scale(self.scaler, name)
-        if not self.passes: self.passes.append({})
-        row = torch.cat([tensor_sums(t), octave_counts(t)]) if self.hist else tensor_sums(t)
+        row = tensor_sums(t)
+        if self.hist: row = torch.cat([row, octave_counts(t)])
         rows = self.passes[-1] if kind in ('input', 'activation') else self.rows
         self.add(rows, (name, kind), row)
 
-    def read(self):
-        "All sums by (name, kind); without a backward pass, those of the forward passes"
-        if not self.differentiated:
-            for seen in self.passes: self.count(seen)
-        return self.rows
-
-# %% ../nbs/15_monitor.ipynb #18m00052
-def _stats_table(
+# %% ../nbs/15_monitor.ipynb #56790143
+def step_table(
     seen, # a `StepSums` that has something
     names, # of `STATISTICS`
-):  # keys, (tensors, 1 + names) float32 with the scale first, and Log2Hists or None; on the host
+)->Tensor: # (tensors, 1 + names …): the scale, the statistics, then octaves; on the host
     "The statistics of a step, after one transfer"
-    keys = list(seen.rows)
-    home = seen.rows[keys[0]]
+    home = next(iter(seen.rows.values()))
     sums = torch.stack([r.to(home.device) for r in seen.rows.values()])
     factors = []
-    for n, kind in keys:
+    for n, kind in seen.rows:
         factor = seen.factors.get(n if kind == 'weight_grad' else None, 1.)
-        factors.append(torch.as_tensor(factor, dtype=home.dtype, device=home.device).reshape(()))
+        factors.append(torch.as_tensor(factor, dtype=home.dtype, device=home.device))
     factor = torch.stack(factors)
-    is_grad = torch.tensor([kind.endswith('_grad') for _, kind in keys], device=home.device)
-    nine = len(_SUMS + _EXTREMES)
-    stats = sums_to_stats(sums[:, :nine], names, factor.where(is_grad, 1.))
-    table = torch.cat([1/factor[:, None], stats, sums[:, nine:]], 1).cpu()
-    cut = 1 + len(names)
-    hists = [counts_to_hist(c) for c in table[:, cut:]] if table.shape[1] > cut else None
-    return keys, table[:, :cut].float().numpy(), hists
-
-# %% ../nbs/15_monitor.ipynb #18m00053
-class CollectionLog:
-    "The latest collections, as numbers; every new one goes to the writers"
-    def __init__(self, columns, writers, keep):
-        if isinstance(writers, str | Path) or callable(writers): writers = [writers]
-        self.columns = columns
-        self.writers = [open_writer(w) for w in writers]
-        self.entries = deque(maxlen=keep)
-
-    def add(self, step, keys, table, hists, notes):
-        "Remember a collection and write it; a writer that fails is dropped"
-        if self.entries and self.entries[-1][1] == keys: keys = self.entries[-1][1]     # one copy
-        self.entries.append((step, keys, table, hists, notes))
-        if not self.writers: return
-        rows = self.rows(self.entries[-1])
-        for w in list(self.writers):
-            try: w(step, rows)
-            except Exception as e:
-                self.writers.remove(w)
-                warnings.warn(f'{w} failed ({e}) and is dropped; the training goes on.',
-                              stacklevel=4)
-
-    def rows(self, entry):
-        "A collection as dicts: step, name, kind, scale, statistics, notes; 'hist' if asked for"
-        step, keys, table, hists, notes = entry
-        found = []
-        for i, (name, kind) in enumerate(keys):
-            r = dict(step=step, name=name, kind=kind)
-            r.update(zip(self.columns, table[i].tolist()))
-            for column, values in notes.items(): r[column] = values.get((name, kind), math.nan)
-            if hists: r['hist'] = hists[i]
-            found.append(r)
-        return found
-
-    @property
-    def records(self)->list: # of dicts
-        "All rows that are remembered"
-        return list(chain.from_iterable(map(self.rows, self.entries)))
-
-    def frame(self,
-        last:int|None=None, # how many of the latest collections; None: all that are remembered
-    ): # a pandas DataFrame, a row for each tensor and step
-        "What is remembered, without histograms"
-        import pandas as pd
-        entries = list(self.entries)
-        if last: entries = entries[-last:]
-        rows = chain.from_iterable(map(self.rows, entries))
-        return pd.DataFrame(rows).drop(columns='hist', errors='ignore')
+    is_grad = [kind.endswith('_grad') for _, kind in seen.rows]
+    of_grads = factor.where(torch.tensor(is_grad, device=home.device), 1.)
+    stats = sums_to_stats(sums, names, of_grads)
+    return torch.cat([1/factor[:, None], stats, sums[:, len(_SUMS):]], 1).cpu()
 
 # %% ../nbs/15_monitor.ipynb #18m00054
-class TensorCollector(CollectionLog, AbstractContextManager):
+class TensorCollector(AbstractContextManager):
     "Measures a model's tensors on some steps of any training loop; keeps numbers, and no tensor"
     def __init__(self,
         model:nn.Module, # in training
@@ -439,43 +359,42 @@ class TensorCollector(CollectionLog, AbstractContextManager):
         writers:tuple|list=(), # paths, as for `open_writer`, or functions of (step, rows)
         keep:int=1000, # collections to remember
     ):
-        _validate(every, opt, scaler, keep)
-        stats = validate_choice(stats, (*STATISTICS, 'hist', 'update_ratio'), 'statistic')
+        if not callable(every) and (type(every) is not int or every < 1):
+            raise ValueError(f'A collection every {every!r} steps cannot work: '
+                             'give a whole number from 1, or a function.')
+        if not isinstance(scaler, LossScaler | TorchGradScaler | int | float | None):
+            raise ValueError(f'{scaler!r} is not a scaler: '
+                             'give a LossScaler, a GradScaler, or the factor on the loss.')
+        self.stats = validate_choice(stats, (*STATISTICS, 'hist', 'update_ratio'), 'statistic')
         self.kinds = validate_choice(kinds, TENSOR_KINDS, 'kind')
-        self.stats = [n for n in stats if n in STATISTICS]
-        self.asked = stats
         self.model, self.names, self.types = model, names, types
         self.every, self.opt, self.scaler = every, opt, scaler
-        super().__init__(['scale', *self.stats], writers, keep)
-        self.n = 0              # steps so far
-        self.seen = self.hooks = None
-        _chosen(self)           # a pattern that matches nothing is told at once
+        if isinstance(writers, str | Path) or callable(writers): writers = [writers]
+        self.writers = [open_writer(w) for w in writers]
+        self.entries = deque(maxlen=keep)       # a DataFrame for each collection
+        self.n = 0                              # steps so far
+        self.seen = None
         self.open()
-
-    @property
-    def due(self)->bool:
-        "Is the coming step one to collect?"
-        if callable(self.every): return bool(self.every(self.n))
-        return self.n % self.every == 0
 
     def open(self):
         "Begin a step, with hooks on the model only if it is due"
         self.close()
         self.running = True
-        if not self.due: return
-        self.chosen, kinds = _chosen(self)
-        self.seen = StepSums(self.model, self.scaler, 'hist' in self.asked)
-        self.before = _weights_before(self)
-        if not kinds: return
-        self.hooks = TensorHooks(
-            self.model, self.seen.see, kinds, self.chosen.__contains__, self.types,
-            accumulated=True, root=True)
+        due = self.every(self.n) if callable(self.every) else self.n % self.every == 0
+        if not due: return
+        modules = watched_modules(self.model, self.types, root=True)
+        params = dict(self.model.named_parameters())
+        names = [*modules, *params, 'input', 'loss']
+        self.chosen = set(match_names(self.names, names, 'module or parameter'))
+        self.seen = StepSums(
+            self.model, self.kinds, self.chosen, self.types, self.scaler, 'hist' in self.stats)
+        if 'update_ratio' not in self.stats: return
+        for n in self.chosen & params.keys(): self.before[n] = params[n].detach().clone()
 
     def close(self):
         "Remove the hooks; may be called twice, and `open` puts them back"
-        for h in (self.seen, self.hooks):
-            if h: h.remove()
-        self.seen = self.hooks = None
+        if self.seen: self.seen.remove()
+        self.seen = None
         self.running = False
         self.before = {}        # weights before the step that is due, for 'update_ratio'
         self.notes = {} # further columns of the due collection: {column: {(name, kind): number}}
@@ -485,81 +404,69 @@ class TensorCollector(CollectionLog, AbstractContextManager):
         loss:object=None, # of this step, unscaled; a number or a tensor
     ):
         "The end of a step, taken or skipped: call it after the optimizer's, in each step"
-        if self.seen and (self.seen.read() or not self.hooks):
+        if self.seen:
             with _disable_current_modes():
-                for name, kind, t in _unhooked(self, loss): self.seen.see(name, kind, t)
-                if self.before: self.notes['update_ratio'] = _update_ratios(self.model, self.before)
-                if self.seen.rows:
-                    self.add(self.n, *_stats_table(self.seen, self.stats), self.notes)
+                if not self.seen.differentiated:            # count all forward passes
+                    for rows in self.seen.passes: self.seen.count(rows)
+                for name, kind, t in self.unhooked(loss):
+                    if kind in self.kinds: self.seen.measure(name, kind, t)
+                if self.seen.rows: self.add()
         self.n += 1
         if self.running: self.open()
 
+    def unhooked(self, loss):
+        "(name, kind, tensor) of what no hook sees: weights, moments, the loss"
+        state = {}
+        if self.opt is not None: state = inner_optimizer(self.opt).state
+        updates = {}
+        for n, p in self.model.named_parameters():
+            if n not in self.chosen: continue
+            yield n, 'weight', p
+            if n in self.before:
+                ratio = (p - self.before[n]).norm()/self.before[n].norm()
+                updates[n, 'weight'] = ratio.item()
+            for k, t in state.get(p, {}).items():
+                moment = isinstance(t, Tensor) and t.shape == p.shape and k != 'step'
+                if moment: yield f'{n}.{k}', 'moment', t
+        if updates: self.notes['update_ratio'] = updates
+        if loss is not None and 'loss' in self.chosen:
+            yield 'loss', 'loss', torch.as_tensor(loss, dtype=torch.float32)
+
+    def add(self):
+        "Remember a collection and write it; a writer that fails is dropped"
+        import pandas as pd
+        columns = [n for n in self.stats if n in STATISTICS]
+        table = step_table(self.seen, columns)
+        width = 1 + len(columns)
+        entry = pd.DataFrame(list(self.seen.rows), columns=['name', 'kind'])
+        entry.insert(0, 'step', self.n)
+        entry[['scale', *columns]] = table[:, :width].float().double().numpy()
+        for column, values in self.notes.items():
+            entry[column] = [values.get(key, math.nan) for key in self.seen.rows]
+        if 'hist' in self.stats: entry['hist'] = list(map(counts_to_hist, table[:, width:]))
+        self.entries.append(entry)
+        for w in list(self.writers):
+            try: w(self.n, entry.to_dict('records'))
+            except Exception as e:
+                self.writers.remove(w)
+                warnings.warn(f'{w} failed ({e}) and is dropped; the training goes on.',
+                              stacklevel=4)
+
+    @property
+    def records(self)->list: # of dicts
+        "All rows that are remembered"
+        return list(chain.from_iterable(entry.to_dict('records') for entry in self.entries))
+
+    def frame(self,
+        last:int=0, # how many of the latest collections; 0: all that are remembered
+    ): # a pandas DataFrame, a row for each tensor and step
+        "What is remembered, without histograms"
+        import pandas as pd
+        if not self.entries: return pd.DataFrame()
+        entries = pd.concat(list(self.entries)[-last:], ignore_index=True)
+        return entries.drop(columns='hist', errors='ignore')
+
     def __exit__(self, *exc): self.close()
-
-# %% ../nbs/15_monitor.ipynb #18m00055
-#| code-fold: true
-def _validate(every, opt, scaler, keep):
-    "ValueError for an argument that cannot work"
-    if not callable(every) and (type(every) is not int or every < 1):
-        raise ValueError(f'A collection every {every!r} steps cannot work: '
-                         'give a whole number from 1, or a function.')
-    if type(keep) is not int or keep < 1:
-        raise ValueError(f'keep={keep!r} is not a number of collections: '
-                         'give a whole number from 1.')
-    if opt is not None and not hasattr(inner_optimizer(opt), 'state'):
-        raise ValueError(f"opt={opt!r} is not an optimizer: "
-                         "give the optimizer itself, torch's or fastai's.")
-    number = isinstance(scaler, int | float) and scaler is not True and 0 < scaler < math.inf
-    if not (number or scaler is None or isinstance(scaler, LossScaler | TorchGradScaler)):
-        raise ValueError(f'{scaler!r} is not a scaler: '
-                         'give a LossScaler, a GradScaler, or the factor on the loss.')
-
-# %% ../nbs/15_monitor.ipynb #18m0055b
-#| code-fold: true
-def _chosen(c):
-    "Names that a collector measures, and the kinds of which a hook sees some"
-    modules = watched_modules(c.model, c.types, root=True)
-    params = dict(c.model.named_parameters())
-    names = [*modules, *params, 'input', 'loss']
-    chosen = set(match_names(c.names, names, 'module or parameter'))
-    live = {n for n, p in params.items() if p.requires_grad}
-    there = dict(input={'input'}, activation=modules.keys(), activation_grad=modules.keys(),
-                 weight_grad=live)
-    return chosen, [k for k in c.kinds if k in there and chosen & there[k]]
-
-def _unhooked(c, loss):
-    "(name, kind, tensor) of what no hook sees: weights, moments, the loss"
-    state = getattr(inner_optimizer(c.opt), 'state', {})
-    for n, p in c.model.named_parameters():
-        if n not in c.chosen: continue
-        if 'weight' in c.kinds: yield n, 'weight', p
-        if 'moment' not in c.kinds: continue
-        for k, t in state.get(p, {}).items():
-            moment = isinstance(t, Tensor) and t.shape == p.shape and k != 'step'
-            if moment: yield f'{n}.{k}', 'moment', t
-    if loss is not None and 'loss' in c.kinds and 'loss' in c.chosen:
-        yield 'loss', 'loss', torch.as_tensor(loss, dtype=torch.float32)
-
-# %% ../nbs/15_monitor.ipynb #e58bf926
-#| code-fold: true
-def _weights_before(c):
-    "Copies of the weights that are about to be stepped, if their update ratios are asked for"
-    copies = {}
-    if 'update_ratio' not in c.asked or 'weight' not in c.kinds: return copies
-    for n, p in c.model.named_parameters():
-        if n in c.chosen: copies[n] = p.detach().clone()
-    return copies
-
-def _update_ratios(model, before):
-    "{(name, 'weight'): norm of what a step has added, over the norm of the weight before it}"
-    ratios = {}
-    home = next(iter(before.values())).device
-    for n, p in model.named_parameters():
-        if n not in before: continue
-        ratio = (p - before[n]).norm()/before[n].norm()
-        ratios[n, 'weight'] = ratio.to(home)
-    return dict(zip(ratios, torch.stack(list(ratios.values())).tolist()))
-
 
 # %% ../nbs/15_monitor.ipynb #18m00064
 class JsonlWriter:
@@ -568,24 +475,29 @@ class JsonlWriter:
         path, # of a file that grows
     ):
         self.path = Path(path)
-        self.gap = '\n'         # ends a line that a crash has cut off
 
     def __call__(self, step, rows):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, 'a') as f:
-            if f.tell(): f.write(self.gap)
-            self.gap = ''
             for r in rows:
                 r = {k: _encode(v) for k, v in r.items()}
-                f.write(json.dumps(r, default=_encode_hist) + '\n')
+                if f.tell(): f.write('\n')          # also after a line that a crash has cut off
+                f.write(json.dumps(r))
 
 # %% ../nbs/15_monitor.ipynb #ead90e5a
 def _encode(x):
     "What JSON can hold"
+    if isinstance(x, Log2Hist):
+        return vars(x) | dict(exponents=x.exponents.tolist(), counts=x.counts.tolist())
     if isinstance(x, float) and not math.isfinite(x): return repr(x)
     return x
 
-def _encode_hist(x): return x.tolist() if isinstance(x, Tensor) else vars(x)
+def _decode(r):
+    "A row, or the histogram in it"
+    if 'n_zero' not in r:
+        return {k: float(v) if v in ('nan', 'inf', '-inf') else v for k, v in r.items()}
+    for k in ('exponents', 'counts'): r[k] = torch.tensor(r[k], dtype=torch.int64)
+    return Log2Hist(**r)
 
 def read_jsonl(
     path, # of a file that `JsonlWriter` wrote
@@ -593,14 +505,8 @@ def read_jsonl(
     "What was written, without lines that a crash has cut off"
     rows = []
     for line in Path(path).read_text().splitlines():
-        try: r = json.loads(line)
+        try: rows.append(json.loads(line, object_hook=_decode))
         except ValueError: continue
-        r = {k: float(v) if v in ('nan', 'inf', '-inf') else v for k, v in r.items()}
-        h = r.get('hist')
-        if h:
-            for k in ('exponents', 'counts'): h[k] = torch.tensor(h[k], dtype=torch.int64)
-            r['hist'] = Log2Hist(**h)
-        rows.append(r)
     return rows
 
 # %% ../nbs/15_monitor.ipynb #18m0064b
@@ -632,8 +538,6 @@ class TensorBoardWriter:
             self.board.add_histogram_raw(name, **_buckets(r['hist']), global_step=step)
         self.board.flush()
 
-    def __reduce__(self): return type(self), (self.folder,)
-
 def _buckets(h):
     "A `Log2Hist` as TensorBoard's histogram of log2 of the magnitude, without zeros"
     edges, n = [0, 1], h.counts.double()
@@ -644,16 +548,6 @@ def _buckets(h):
         sum_squares=(n*middle.square()).sum().item(), bucket_limits=edges,
         bucket_counts=[0., *n.tolist()])
 
-# %% ../nbs/15_monitor.ipynb #35018e9d
-class MetricsWriter:
-    "Hands each collection to a function that takes a dict: `wandb.log`, `mlflow.log_metrics`"
-    def __init__(self,
-        log:Callable, # (dict of numbers, step=number of the step)
-    ):
-        self.log = log
-
-    def __call__(self, step, rows): self.log(_scalars(rows), step=step)
-
 # %% ../nbs/15_monitor.ipynb #18m0064c
 #| code-fold: true
 def open_writer(
@@ -661,9 +555,8 @@ def open_writer(
 ): # a function of (step, rows)
     "The writer for a path; ValueError for the name of any other file"
     if callable(writer): return writer
-    if isinstance(writer, str | Path) and str(writer).strip():
-        path = Path(writer)
-        if path.suffix == '.jsonl': return JsonlWriter(writer)
-        if path.is_dir() or not path.suffix[1:2].isalpha(): return TensorBoardWriter(writer)
+    path = Path(writer)
+    if path.suffix == '.jsonl': return JsonlWriter(path)
+    if path.is_dir() or not path.suffix[1:2].isalpha(): return TensorBoardWriter(path)
     raise ValueError(f'No writer fits {str(writer)!r}: '
                      'give a file that ends in .jsonl, a folder, or a function.')
