@@ -236,7 +236,8 @@ def octave_counts(
     d = x.detach().reshape(-1).to(torch.float32 if x.is_mps else torch.float64)
     at = torch.frexp(d).exponent.long() - LOWEST
     at = at.masked_fill(d == 0, 0).masked_fill(~d.isfinite(), HIGHEST - LOWEST + 1)
-    return torch.bincount(at, minlength=HIGHEST - LOWEST + 2).to(d.dtype)
+    counts = d.new_zeros(HIGHEST - LOWEST + 2)
+    return counts.index_add_(0, at, torch.ones_like(d))
 
 def counts_to_hist(
     counts:Tensor, # from `octave_counts`, on the host
@@ -362,9 +363,13 @@ class TensorCollector(AbstractContextManager):
         if not callable(every) and (type(every) is not int or every < 1):
             raise ValueError(f'A collection every {every!r} steps cannot work: '
                              'give a whole number from 1, or a function.')
-        if not isinstance(scaler, LossScaler | TorchGradScaler | int | float | None):
+        number = isinstance(scaler, int | float) and 0 < scaler < math.inf
+        if not (number or isinstance(scaler, LossScaler | TorchGradScaler | None)):
             raise ValueError(f'{scaler!r} is not a scaler: '
                              'give a LossScaler, a GradScaler, or the factor on the loss.')
+        if opt is not None and not hasattr(inner_optimizer(opt), 'state'):
+            raise ValueError(f"opt={opt!r} is not an optimizer: "
+                             "give the optimizer itself, torch's or fastai's.")
         self.stats = validate_choice(stats, (*STATISTICS, 'hist', 'update_ratio'), 'statistic')
         self.kinds = validate_choice(kinds, TENSOR_KINDS, 'kind')
         self.model, self.names, self.types = model, names, types
@@ -410,6 +415,7 @@ class TensorCollector(AbstractContextManager):
                     for rows in self.seen.passes: self.seen.count(rows)
                 for name, kind, t in self.unhooked(loss):
                     if kind in self.kinds: self.seen.measure(name, kind, t)
+                if self.before: self.notes['update_ratio'] = self.update_ratios()
                 if self.seen.rows: self.add()
         self.n += 1
         if self.running: self.open()
@@ -418,19 +424,24 @@ class TensorCollector(AbstractContextManager):
         "(name, kind, tensor) of what no hook sees: weights, moments, the loss"
         state = {}
         if self.opt is not None: state = inner_optimizer(self.opt).state
-        updates = {}
         for n, p in self.model.named_parameters():
             if n not in self.chosen: continue
             yield n, 'weight', p
-            if n in self.before:
-                ratio = (p - self.before[n]).norm()/self.before[n].norm()
-                updates[n, 'weight'] = ratio.item()
             for k, t in state.get(p, {}).items():
                 moment = isinstance(t, Tensor) and t.shape == p.shape and k != 'step'
                 if moment: yield f'{n}.{k}', 'moment', t
-        if updates: self.notes['update_ratio'] = updates
         if loss is not None and 'loss' in self.chosen:
             yield 'loss', 'loss', torch.as_tensor(loss, dtype=torch.float32)
+
+    def update_ratios(self):
+        "{(name, 'weight'): norm of what a step has added, over the norm of the weight before it}"
+        ratios = {}
+        home = next(iter(self.before.values())).device
+        for n, p in self.model.named_parameters():
+            if n not in self.before: continue
+            ratio = (p - self.before[n]).norm()/self.before[n].norm()
+            ratios[n, 'weight'] = ratio.to(home)
+        return dict(zip(ratios, torch.stack([*ratios.values()]).tolist()))
 
     def add(self):
         "Remember a collection and write it; a writer that fails is dropped"
@@ -475,14 +486,14 @@ class JsonlWriter:
         path, # of a file that grows
     ):
         self.path = Path(path)
+        self.gap = '\n'         # ends a line that a crash has cut off
 
     def __call__(self, step, rows):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, 'a') as f:
-            for r in rows:
-                r = {k: _encode(v) for k, v in r.items()}
-                if f.tell(): f.write('\n')          # also after a line that a crash has cut off
-                f.write(json.dumps(r))
+            if f.tell(): f.write(self.gap)
+            self.gap = ''
+            for r in rows: f.write(json.dumps({k: _encode(v) for k, v in r.items()}) + '\n')
 
 # %% ../nbs/15_monitor.ipynb #ead90e5a
 def _encode(x):

@@ -445,7 +445,7 @@ def test_intervals_that_cannot_be(every):
 
 
 @pytest.mark.parametrize('kw, value', [(dict(kinds='gradient'), 'gradient'), (dict(stats='median'), 'median'), (dict(names='blocks.*'), 'blocks'),
-    (dict(scaler='dynamic'), 'dynamic'), 
+    (dict(scaler='dynamic'), 'dynamic'), (dict(scaler=0), '0'), (dict(scaler=math.nan), 'nan'), (dict(opt='adam'), 'adam'),
     (dict(types=nn.Conv2d), 'Conv2d'), (dict(writers='log.json'), 'log.json')], ids=str)
 def test_a_wrong_argument_is_told_with_its_value(kw, value):
     model = small()
