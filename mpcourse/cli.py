@@ -61,7 +61,7 @@ def burst_from(
     if storm == 'random': return random_burst(*random, factor=factor)
     if set(storm) <= set('01 ') and storm.strip(): return trace_from_bits(storm, factor=factor)
     try: return load_trace(storm)
-    except FileNotFoundError:
+    except OSError:
         raise RequestError(f'There is no storm {storm!r}: take hard, random, a script of 0 and 1, '
                            'or the file of a recorded trace.') from None
 

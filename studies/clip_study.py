@@ -16,11 +16,11 @@ from mpcourse.dynamic import DynamicScaler
 from mpcourse.monitor import TensorCollector
 from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
-from mpcourse.simulator import corrupt, fp32_step
 from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, fit, get_toy
 from mpcourse.underflow import note_flushed, share_table
+from storm_study import corrupt, fp32_step
 
 
 def grow(start=2.**16, interval=2000, **kw):

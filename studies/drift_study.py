@@ -14,9 +14,10 @@ from mpcourse.als import ALSScaler
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
-from mpcourse.simulator import Recording, fp32_step
+from mpcourse.simulator import Recording
 from mpcourse.step import MixedStep
 from mpcourse.toys import batches, digits, get_toy, train_toy
+from storm_study import fp32_step
 
 POLICIES = {'FP32': None, 'measured': 2.**10, 'measured, 2^13': 2.**13, 'measured anew': None,
             'torch': lambda: get_policy('torch'), 'fastai': lambda: get_policy('fastai'),
@@ -69,7 +70,7 @@ def measured_anew(every=25):
 
 def step_for(policy, toy, seed):
     "FP32, a scale measured on a batch, or a policy"
-    if policy == 'FP32': return fp32_step()
+    if policy == 'FP32': return fp32_step(float('inf'))
     if policy == 'measured anew': return measured_anew()
     made = POLICIES[policy]
     if not isinstance(made, float): return MixedStep(made())

@@ -18,7 +18,6 @@ from torch.nn.utils import clip_grad_norm_
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
-from mpcourse.simulator import corrupt
 from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, get_toy, predict, train_toy
@@ -30,6 +29,14 @@ STORMS = {'none': (1024, 30, 0, None), 'loss': (1024, 30, 10, None), 'loss / 256
           'loss / 64': (64, 30, 10, None), 'loss / 1': (1, 30, 10, None), 'NaN': (1024, 30, 10, math.nan),
           'NaN x 24': (1024, 30, 24, math.nan), 'large': (1024, 30, 10, 2.**20),
           'grown': (1024, 30, STEPS, 2.**14), 'late': (1024, 100, 10, None)}
+
+
+def corrupt(xb, share=.05, factor=1e5, generator=None):
+    "A batch with a few pictures that are far too bright: finite in FP32, infinite in FP16; `xb` may be a tuple of pictures and more"
+    x = xb[0] if isinstance(xb, tuple) else xb
+    hit = torch.randperm(len(x), generator=generator)[:max(1, round(share*len(x)))]
+    x = x.index_copy(0, hit, x[hit]*factor)
+    return (x, *xb[1:]) if isinstance(xb, tuple) else x
 
 
 def fp32_step(clip):

@@ -1,18 +1,18 @@
 """Traces against real casts and real observations, storms, and replays against the scalers themselves."""
-import copy, json, math
+import copy, math
 from functools import partial
 
 import pytest, torch
 from hypothesis import given, settings, strategies as st
 
 from mpcourse.dynamic import DynamicScaler
-from mpcourse.formats import get_format, same_bits
+from mpcourse.formats import same_bits
 from mpcourse.plots import log2_hist
 from mpcourse.policies import POLICIES, RULES, follow_rule, get_policy
 from mpcourse.rounding import quantize
 from mpcourse.scaler import StaticScaler
-from mpcourse.simulator import (Recording, lognormal, flush_share, fresh, trace_from_hists, overflow_burst, load_trace, named_policies,
-                                observe, overflows, plot_result, random_burst, record_trace, replay, thresholds, save_trace, trace_from_bits, corrupt, burst_of)
+from mpcourse.simulator import (Recording, flush_share, trace_from_hists, overflow_burst, load_trace, named_policies, observe,
+                                overflows, plot_result, random_burst, record_trace, replay, save_trace, trace_from_bits, burst_of)
 from mpcourse.step import StepController, MixedStep
 from mpcourse.toys import plain_step, train_toy
 
@@ -30,24 +30,15 @@ def trace_of(g, name='one'): return trace_from_hists(name, [g.abs().max().item()
 
 # --- what a trace knows ---
 
-@pytest.mark.parametrize('fmt, inf, zero', [('fp16', 65520., 2.**-25), ('bf16', 2.**128 - 2.**119, 2.**-134), ('e5m2', 61440., 2.**-17),
-                                            ('e4m3', math.nextafter(464., INF), 2.**-10), ('e2m1', INF, .25)])
-def test_where_a_format_rounds_off(fmt, inf, zero):
-    assert thresholds(fmt) == (inf, zero) == thresholds(get_format(fmt))
-    for x,want in ((inf, True), (math.nextafter(inf, 0), False)) if inf < INF else ():
-        assert (not math.isfinite(quantize(x, fmt, overflow='inf' if get_format(fmt).has_inf else 'nan'))) == want
-    assert quantize(zero, fmt) == 0 != quantize(math.nextafter(zero, 1), fmt)
 
-
-@pytest.mark.parametrize('fmt', ['fp16', 'bf16', 'e5m2'])
 @pytest.mark.parametrize('seed', range(3))
-def test_a_trace_answers_like_a_cast(fmt, seed):
+def test_a_trace_answers_like_a_cast(seed):
     "Exact at powers of two: overflow, and the share flushed"
     g = torch.cat([normal(seed=seed), torch.zeros(7)]); one = trace_of(g); live = (g != 0).sum().item()
     for k in range(-40, 60, 3):
-        cast = quantize(g.double()*2.**k, fmt, overflow='inf')
-        assert overflows(one, 2.**k, fmt).tolist() == [bool(cast.isinf().any())]
-        assert flush_share(one, 2.**k, fmt)[0].item() == pytest.approx(((cast == 0) & (g != 0)).sum().item()/live, abs=1e-12)
+        cast = quantize(g.double()*2.**k, 'fp16', overflow='inf')
+        assert overflows(one, 2.**k).tolist() == [bool(cast.isinf().any())]
+        assert flush_share(one, 2.**k)[0].item() == pytest.approx(((cast == 0) & (g != 0)).sum().item()/live, abs=1e-12)
 
 
 @settings(max_examples=50, deadline=None)
@@ -68,11 +59,6 @@ def test_overflow_does_not_know_infinity_or_nan():
     assert flush_share(t, torch.tensor([1., 0., 2.**-26, NAN]).double()).isnan().tolist() == [False, False, False, True]
     assert flush_share(t, 0.).tolist() == [1.]*4
 
-
-def test_shares_of_many_policies_at_once():
-    t, s = trace_from_bits('0010'), 2.**torch.tensor([[10., 0., 0., -5.], [3., 3., 2., 1.]]).double()
-    both = flush_share(t, s)
-    for row,scale in zip(both, s): assert torch.equal(row.nan_to_num(-1), flush_share(t, scale).nan_to_num(-1))
 
 
 # --- what a scaler is told ---
@@ -107,7 +93,6 @@ def test_the_scale_of_the_moment_decides():
     assert [observe(t, i, s)['found_inf'].item() for i in range(3)] == [0, 1, 0]
     s.scale.div_(2**8)
     assert [observe(t, i, s)['found_inf'].item() for i in range(3)] == [0, 0, 0]
-    assert observe(t, 1, StaticScaler(2.**16), 'bf16')['found_inf'] == 0
 
 
 def test_what_a_trace_cannot_tell():
@@ -121,7 +106,6 @@ def test_hard_batches():
     t = overflow_burst(3, at=4, after=2)
     assert len(t) == 9 and t.bad.tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0] and overflows(t, 2.**-24).equal(t.bad)
     assert len(overflow_burst(0, 5, 5)) == 10 and not overflow_burst(0, 5, 5).bad.any()
-    with pytest.raises(ValueError, match='none can be negative'): overflow_burst(-1)
 
 
 def test_random_storm():
@@ -153,7 +137,7 @@ def test_other_factors_are_refused(factor):
 
 def test_a_batch_beyond_any_scale_tells_nothing():
     t = trace_from_bits('010', like=torch.tensor([1., 0., .5]))
-    assert t.broken[t.kind].tolist() == [0, 3, 0] and t.counts.sum(1)[t.kind].tolist() == [2, 0, 2]
+    assert t.broken.tolist() == [0, 3, 0] and t.counts.sum(1).tolist() == [2, 0, 2]
     assert trace_from_bits('1', factor=NAN).amax.isnan().all()
 
 
@@ -163,33 +147,24 @@ def test_weather_recorded_and_repeated():
     assert t.amax.tolist() == [1, 4, 1, INF, 1]
     assert [flush_share(t, 1.)[i].item() for i in (0, 1, 2)] == [0, .5, 0]
     with pytest.raises(ValueError, match='finite gradients'): trace_from_bits('0', like=torch.tensor([INF]))
-    with pytest.raises(ValueError, match='no steps'): burst_of([])
 
-
-def test_the_log_normal():
-    g = lognormal(-20., 4., 9999).log2()
-    assert abs(g.mean().item() + 20) < 1e-3 and abs(g.std().item() - 4) < .01 and torch.equal(g, lognormal(-20., 4., 9999).log2())
 
 
 @pytest.mark.parametrize('make', [overflow_burst, partial(trace_from_bits, '0110', factor=2.**5), partial(random_burst, .1, 50, factor=NAN),
                                   partial(record_trace, 'relu_mlp', steps=4)])
 def test_traces_are_saved_whole(make, tmp_path):
-    t = make(); save_trace(t, tmp_path/'t.json'); u = load_trace(tmp_path/'t.json')
-    json.loads((tmp_path/'t.json').read_text(), parse_constant=pytest.fail)      # JSON has no Infinity
+    t = make(); save_trace(t, tmp_path/'t'); u = load_trace(tmp_path/'t')
     for n,v in vars(t).items(): assert same_bits(v, getattr(u, n)) if isinstance(v, torch.Tensor) else v == getattr(u, n), n
     assert repr(u) == repr(t) and replay('torch', u).table().equals(replay('torch', t).table())
 
 
-@pytest.mark.parametrize('spoiled', ['', '[]', '{}', '{"trace": 2}', 'drop amax', 'drop kind', 'short bad', 'far kind', 'word'])
-def test_files_that_are_no_trace(spoiled, tmp_path):
-    f = tmp_path/'t.json'; save_trace(trace_from_bits('010'), f); doc = json.loads(f.read_text())
-    if spoiled.startswith('drop'): del doc[spoiled[5:]]
-    elif spoiled == 'short bad': doc['bad'].pop()
-    elif spoiled == 'far kind': doc['kind'][0] = 9
-    elif spoiled == 'word': doc['amax'][0] = 'large'
-    f.write_text(json.dumps(doc) if ' ' in spoiled and '{' not in spoiled or spoiled == 'word' else spoiled)
+@pytest.mark.parametrize('content', [b'', b'{"name": 1}', b'\xff\xfe', [1, 2], dict(name='one')])
+def test_files_that_are_no_trace(content, tmp_path):
+    f = tmp_path/'t'
+    if isinstance(content, bytes): f.write_bytes(content)
+    else: torch.save(content, f)
     with pytest.raises(ValueError, match='is not a whole trace'): load_trace(f)
-    with pytest.raises(FileNotFoundError, match='There is no file'): load_trace(tmp_path/'nowhere.json')
+    with pytest.raises(FileNotFoundError, match='nowhere'): load_trace(tmp_path/'nowhere')
 
 
 # --- recording ---
@@ -228,7 +203,7 @@ def by_hand(scaler, trace):
 @pytest.mark.parametrize('name', POLICIES)
 def test_replay_is_the_plain_loop(name, factor):
     trace = random_burst(.05, 400, seed=3, factor=factor)
-    scaler = fresh(name, 2.**16)
+    scaler = get_policy(name)
     flight, start = replay(scaler, trace), scaler.scale.clone()
     assert flight.scales[0].tolist() == by_hand(scaler, trace)
     assert same_bits(scaler.scale, start), 'the scaler itself was changed'
@@ -299,16 +274,16 @@ def test_metaseqs_way_back():
     "Its window doubles, and the count goes on from the last overflow"
     for octaves, window, want in ((10, 1, 512), (3, 100, 400), (1, 256, 256), (0, 1000, 0), (4, 3, 24)):
         policy = get_policy('metaseq', init_scale=2.**12, growth_interval=window*2**octaves)
-        scales = replay(policy, overflow_burst(octaves, at=0, after=600))['metaseq']
+        scales = replay(policy, overflow_burst(octaves, at=0, after=600)).scales[0]
         assert (scales[octaves:] < 2.**12).sum() == want and scales[octaves] == 2.**(12 - octaves)
 
 
 def test_names_of_policies():
     d = DynamicScaler()
-    assert list(named_policies(['torch', d, d, 'torch'])) == ['torch', 'dynamic', 'dynamic #2', 'torch #2']
+    assert list(named_policies(['torch', d])) == ['torch', str(d)]
     assert list(named_policies('torch')) == ['torch'] and list(named_policies({'mine': d})) == ['mine']
     assert list(named_policies()) == list(RULES)
-    with pytest.raises(ValueError, match='No policy was given'): named_policies([])
+    with pytest.raises(ValueError, match='have one name'): named_policies([d, DynamicScaler()])
     with pytest.raises(ValueError, match='nobody'): replay('nobody', trace_from_bits('0'))
     with pytest.raises(ValueError): replay('torch', trace_from_bits('0'), start=0.)
     with pytest.raises(ValueError): replay('torch', trace_from_bits('0'))['megatron']
@@ -318,7 +293,8 @@ def test_start_is_the_same_for_all():
     f = replay(None, trace_from_bits('00'), start=2.**10)
     assert set(f.scales[:, 0].tolist()) == {2.**10}
     assert replay('torch', trace_from_bits('00')).scales[0, 0] == get_policy('torch').scale
-    assert fresh('logmax', 2.**20).scale == 2.**14 and fresh(DynamicScaler(min_scale=8.), 2.).scale == 8
+    assert replay('logmax', trace_from_bits('0'), 2.**20).scales[0, 0] == 2.**14
+    assert replay(DynamicScaler(min_scale=8.), trace_from_bits('0'), 2.).scales[0, 0] == 8
 
 
 @pytest.mark.parametrize('name', POLICIES)
@@ -331,36 +307,9 @@ def test_plot():
     import matplotlib.pyplot as plt
     f = replay(['torch', 'metaseq'], overflow_burst(3, 5, 100), start=2.**16)
     ax = plot_result(f)
-    assert [t.get_text() for t in ax.texts] == ['torch', 'metaseq'] and ax.get_legend() is None
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ['torch', 'metaseq']
     assert len(ax.lines) == 3 and ax.lines[2].get_xdata().tolist() == [5, 6, 7]
-    twins = plot_result(replay({'a': 'torch', 'b': 'torch'}, trace_from_bits('010')))
-    assert [t.get_text() for t in twins.texts] == ['a, b']
-    quitter = plot_result(replay('deepspeed', trace_from_bits('1'*40)))
-    assert [t.get_text() for t in quitter.texts] == ['deepspeed (gave up)']
-    assert len(plot_result(f, 'flushed', names=['torch']).lines) == 2
-    with pytest.raises(ValueError, match="no 'loss' to plot: take scales or flushed"): plot_result(f, 'loss')
+    assert ax.lines[0].get_ydata().tolist() == f['torch'].tolist()
+    assert len(plot_result(f, names=['torch']).lines) == 2
     with pytest.raises(ValueError): plot_result(f, names=['torch', 'nobody'])
     plt.close('all')
-
-
-def test_names_stand_beside_their_lines_and_apart():
-    import matplotlib.pyplot as plt
-    f = replay(None, random_burst(.01, 2000), start=2.**16)
-    ax = plot_result(f)
-    ys = [t.get_position()[1] for t in ax.texts]
-    assert len(ys) > 6 and max(ys) <= 1 and all(b - a > .06 for a, b in zip(ys, ys[1:]))
-    alone = plot_result(f, names=['torch'])
-    at = alone.transAxes.transform((0, alone.texts[0].get_position()[1]))[1]
-    assert abs(at - alone.transData.transform((0, f['torch'][-1].item()))[1]) < 1
-    plt.close('all')
-
-
-# --- bad pictures ---
-
-def test_corrupt():
-    x, names = torch.rand(40, 1, 8, 8), torch.arange(3)
-    y, same = corrupt((x, names), generator=torch.Generator().manual_seed(0))
-    hit = (x != y).flatten(1).any(1)
-    assert hit.sum() == 2 and same is names and torch.equal(y[hit], x[hit]*1e5) and torch.equal(y[~hit], x[~hit])
-    assert y.isfinite().all() and y.half().isinf().any()
-    with pytest.raises(ValueError, match='no brightness'): corrupt(torch.arange(3))

@@ -232,6 +232,15 @@ def test_first_warning():
     assert clip.first_warning(pd.DataFrame(late)) == 46 and clip.first_warning(pd.DataFrame(late), window=10**6) != 46       # a long calm hides it
 
 
+def test_corrupt():
+    corrupt = study('storm_study').module.corrupt
+    x, names = torch.rand(40, 1, 8, 8), torch.arange(3)
+    y, same = corrupt((x, names), generator=torch.Generator().manual_seed(0))
+    hit = (x != y).flatten(1).any(1)
+    assert hit.sum() == 2 and same is names and torch.equal(y[hit], x[hit]*1e5) and torch.equal(y[~hit], x[~hit])
+    assert y.isfinite().all() and y.half().isinf().any()
+
+
 @pytest.mark.parametrize('storm, bad, finite', [('none', [], 60), ('loss', range(30, 40), 50), ('loss / 1', range(30, 40), 50), ('NaN', range(30, 40), 60),
                                                 ('NaN x 24', range(30, 54), 60), ('large', range(30, 40), 60), ('grown', range(30, 60), 60)])
 def test_a_storm_is_bad_where_it_says(storm, bad, finite):
