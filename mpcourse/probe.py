@@ -10,7 +10,6 @@ import copy, linecache, math, sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
-from html import escape
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .half import cast, HALVES, model_to_float
 from .monitor import inverse_scale
-from .plots import CYCLE, figure_html
+from .plots import CYCLE
 from .scaler import LossScaler
 from .tensorcore import half_compute
 from .toys import call_args, predict
@@ -30,9 +29,9 @@ from .toys import call_args, predict
 # %% ../nbs/18_probe.ipynb #18000032
 _TORCH = str(Path(torch.__file__).parent)
 _QUIET = set("""size dim numel nelement stride shape item tolist data_ptr numpy detach clone
-    requires_grad_ is_floating_point get_device backward storage_offset untyped_storage register_hook
-    element_size     is_contiguous ndimension retain_grad __get__ __set__ __len__ __hash__ __repr__ __format__
-    __bool__ __int__ __float__ __index__""".split())       # these compute nothing
+    requires_grad_ is_floating_point get_device backward storage_offset untyped_storage
+    register_hook element_size is_contiguous ndimension retain_grad __get__ __set__ __len__
+    __hash__ __repr__ __format__ __bool__ __int__ __float__ __index__""".split())   # no numbers
 _CASTS = {'to', 'half', 'bfloat16', 'float', 'double', 'type', 'type_as'}
 _SUMS = {'add', 'sub', '__add__', '__radd__', '__sub__', '__rsub__', 'lerp', 'addcmul',
          'add_', 'sub_', '__iadd__', '__isub__', 'lerp_', 'addcmul_'}
@@ -85,19 +84,13 @@ def entries(
     return t[places.to(t.device)]
 
 # %% ../nbs/18_probe.ipynb #1800003a
-def masked(
-    ref:Tensor, # in FP32
-    low:Tensor, # in few bits
-)->Tensor: # bool
-    "Entries that a mask has put far below all others in both; FP16 may make them minus infinity"
-    return (ref < -1e8) & (low < -6e4)
-
 def relative_error(
     ref:Tensor, # in FP32
     low:Tensor, # the same entries, in few bits
 )->float: # rms of the difference, over the standard deviation of `ref`; inf where entries broke
     "How large an error is beside what a tensor has to say"
-    compared = ref.isfinite() & ~masked(ref, low)
+    masked = (ref < -1e8) & (low < -6e4)        # far below all others; FP16 may make them -inf
+    compared = ref.isfinite() & ~masked
     ref, low = ref[compared].double(), low[compared].double()
     if not ref.numel(): return 0.
     if not low.isfinite().all(): return math.inf
@@ -124,9 +117,7 @@ class Row:
     place:tuple # (file, line) of the model's code
     error:float # of all few-bit arithmetic so far, over the standard deviation; inf where it broke
     carried:float # the largest such error among the tensors that it was computed from
-    cosine:float=1. # between the two
     flushed:float=0. # share of the non-zero entries that became zero
-    limit:float=0. # share at the largest number of a half format, or infinite, or NaN
     spacings:float=math.inf # of the low format at the mean, in one standard deviation
     own:float|None=None # error of this op alone, with rounded inputs; None: not looked at
     noise:bool=False # is it zero in FP32, too, but for rounding?
@@ -176,11 +167,7 @@ def compared(
     "Compare the entries of a tensor"
     row = Row(direction, op, name, place, relative_error(ref, low), carried)
     row.nan = bool(ref.isnan().any())
-    numbers = ref.isfinite() & ~masked(ref, low)
-    if dtype in HALVES: row.limit = share_of(low.abs() >= torch.finfo(dtype).max, numbers)
-    row.limit = max(row.limit, share_of(~low.isfinite(), numbers))
     row.flushed = share_of(low == 0, ref != 0)
-    row.cosine = torch.cosine_similarity(ref, low, 0).item()
     finite = ref[ref.isfinite()].double()
     if dtype in HALVES and finite.numel() > 1 and finite.mean() != 0:
         spacing = torch.finfo(dtype).eps*2**finite.mean().abs().log2().floor()
@@ -250,7 +237,8 @@ class Recorder(TorchFunctionMode):
         run:Callable, # (func, args, kwargs) -> result, in the scheme's arithmetic
     ):
         super().__init__()
-        self.most, self.run = most, run
+        self.most = most
+        self.run = run
         self.calls, self.stack, self.hooks = [], [], []
         self.made = WeakTensorKeyDictionary()               # tensor -> number of its last call
         self.names = {m: n for n, m in model.named_modules()}
@@ -344,7 +332,10 @@ class Reference(Recorder):
         serious:float, # an error from which on its cause is looked for
     ):
         super().__init__(model, low.most, low.run)
-        self.low, self.scale, self.context, self.serious = low, scale, context, serious
+        self.low = low
+        self.scale = scale
+        self.context = context
+        self.serious = serious
         self.rows, self.largest, self.taken = [], [], []    # the last two: of each call
         self.gradient_errors = {}
         self.sizes = {}                                     # of gradients of results
@@ -722,8 +713,8 @@ def table(self:ProbeReport,
     "A pandas DataFrame"
     import pandas as pd
     rows = self.faults if faults else self.rows
-    columns = ('direction', 'op', 'name', 'where', 'error', 'carried', 'own', 'cosine',
-               'flushed', 'limit', 'nan', 'still', 'spacings', 'distinct', 'kind')
+    columns = ('direction', 'op', 'name', 'where', 'error', 'carried', 'own',
+               'flushed', 'nan', 'still', 'spacings', 'distinct', 'kind')
     return pd.DataFrame([{c: getattr(r, c) for c in columns} for r in rows])
 
 @patch
@@ -735,23 +726,15 @@ def plot(self:ProbeReport,
     "The error of each tensor, in order, on a log axis; a ring where an error begins"
     import matplotlib.pyplot as plt
     if ax is None: ax = plt.subplots(figsize=(8, 3))[1]
-    errors = [min(max(r.error, 1e-6), 1e3) for r in self.rows]
+    errors = self.table().error.clip(1e-6, 1e3)
     ax.semilogy(errors, '.-', ms=3, lw=.6, color=color, label=label)
     for r in self.faults:
-        at = next(i for i, row in enumerate(self.rows) if row is r)
+        at = [row is r for row in self.rows].index(True)
         ax.plot(at, errors[at], 'o', ms=9, mfc='none', color=color)
     ax.axhline(1, color='0.7', lw=.8, zorder=0)
     ax.set(xlabel='tensors of a step, in the order of computing',
            ylabel='error / standard deviation')
     return ax
-
-@patch
-def html(self:ProbeReport)->str:
-    "Sentence, table and picture as one page"
-    picture = figure_html(self.plot(), 'The error of each tensor of a training step')
-    head = '<!DOCTYPE html><meta charset="utf-8"><title>Where is precision lost?</title>'
-    said = escape(self.sentence()).replace('\n', '<br>')
-    return f'{head}<p>{said}</p>{picture}{self.table().to_html()}'
 
 # %% ../nbs/18_probe.ipynb #1800005f
 def probe_precision(
@@ -762,7 +745,6 @@ def probe_precision(
     scale:float|LossScaler=1., # on the loss
     opt:torch.optim.Optimizer|None=None, # of the model's parameters: compare its step, too
     most:int|None=2**16, # entries that are looked at in each tensor; None: all
-    serious:float|None=None, # errors above it are explained; None: .2, or 4 half spacings
 )->ProbeReport:
     """Run a batch in FP32 and in few bits, and compare each tensor: where is precision lost?
 
@@ -771,7 +753,7 @@ def probe_precision(
     kind = next(model.parameters()).device.type
     if isinstance(scale, LossScaler): scale = scale.scale.item()
     a = arithmetic(scheme, kind)
-    serious = serious or max(LIMITS['error'], 4*a.unit)
+    serious = max(LIMITS['error'], 4*a.unit)                # a larger error is a fault
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices), torch.enable_grad():
         low, low_model, low_opt = run_low(model, opt, batch, loss_func, a, most, scale)
