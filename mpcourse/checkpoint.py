@@ -56,7 +56,7 @@ def set_random_states(
 # %% ../nbs/86_checkpoint.ipynb #8ac803d5
 _KIND = 'mpcourse kind'
 _READABLE = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
-_BACK = dict(tensors=lambda t: [x.clone() for x in t], array=Tensor.numpy)
+_BACK = dict(floats=Tensor.tolist, tensors=lambda t: [x.clone() for x in t], array=Tensor.numpy)
 
 _LONG = 1000 # a list of so many 0-dim tensors is a history: one a step
 _packed = {} # id of a history -> what it held at its last save, their versions, the tensor
@@ -85,9 +85,10 @@ def _pack(history):
 
 # %% ../nbs/86_checkpoint.ipynb #2a0f6c47
 def _plain_list(x, name):
-    "A list; tensors of one shape become one tensor, as there may be one for each step"
+    "A list; floats, or tensors of one shape, become one tensor, as there may be one for each step"
     types = set(map(type, x))
-    if types <= {*_READABLE}: return list(x)
+    if types and types <= {float, np.float64}:
+        return {_KIND: 'floats', 'of': torch.tensor([*x], dtype=torch.float64)}
     tensors = all(issubclass(t, Tensor) and not issubclass(t, nn.Parameter) for t in types)
     packed = _pack(x) if tensors and len(x) >= _LONG else None
     if packed is not None: return {_KIND: 'tensors', 'of': packed}
@@ -216,7 +217,7 @@ def read_training_state(
             raise ValueError(f'checksum of {bad}, format {doc["format"]!r}')
         doc['model'].update(decode(doc['model']))
         return dict(model=doc['model'], **decode(doc['rest']))
-    except FileNotFoundError: raise
+    except OSError: raise
     except Exception as e:
         raise ValueError(
             f'{path} is cut off, damaged, or not a training state of this version '
@@ -472,18 +473,20 @@ class CheckpointCB(Callback):
         self.last = learn.train_iter
         for i, b in enumerate(batches, done): learn.one_batch(i, b)
 
+    def before_batch(self):
+        "Note that the step is not complete, which it stays within an accumulation"
+        self.step_done = False
+
     def after_step(self):
-        "Note that the step is complete, which it is not within an accumulation"
+        "Note that the step is complete"
         self.step_done = True
 
     def after_batch(self):
         "Save after a complete step, if a checkpoint is due"
-        n = self.learn.train_iter
-        due = self.step_done and n//self.every > self.last//self.every
-        self.step_done = False
-        if not (due and is_training(self.learn)): return
+        due = self.learn.train_iter//self.every > self.last//self.every
+        if not (self.learn.training and self.step_done and due and is_training(self.learn)): return
         self.save(self.order_now, done=False)
-        self.last = n
+        self.last = self.learn.train_iter
 
     def after_fit(self):
         "Save the final state"

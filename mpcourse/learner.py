@@ -89,7 +89,7 @@ class MonitorCB(ContextCB):
         if self.collector is None: return []
         return self.collector.records
 
-    def frame(self, last:int=0)->object:
+    def frame(self, last:int|None=None)->object:
         "As `TensorCollector.frame`"
         return self.collector.frame(last)
 

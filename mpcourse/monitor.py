@@ -60,14 +60,13 @@ def validate_choice(
 # %% ../nbs/15_monitor.ipynb #18m0028b
 #| code-fold: true
 def match_names(
-    patterns, # None: all; a glob such as '*.attn*', or a list of these; a set: its names alone
+    patterns, # None: all; a glob such as '*.attn*', or a list of these
     names, # the names that exist
     what:str='module', # what they are names of, for the message
 )->list: # those that match, in the order of `names`
     "Choose names by patterns; ValueError for a pattern that matches none"
     names = list(names)
     if patterns is None: return names
-    if isinstance(patterns, set): return [n for n in names if n in patterns]
     if isinstance(patterns, str): patterns = [patterns]
     chosen = set()
     for p in patterns or ['']:                              # a list without patterns is refused
@@ -123,9 +122,12 @@ class TensorHooks(AbstractContextManager):
             parts = watched_modules(model, types, root)
         for n, p in model.named_parameters():
             if 'weight_grad' in self.kinds and p.requires_grad: parts[n] = p
-        chosen = match_names(names, parts, 'module or parameter')
-        self.handles = [self.hook(n, parts[n]) for n in chosen]
+        self.handles = [self.hook(n, parts[n]) for n in self.choose(names, parts)]
         self._remove = weakref.finalize(self, _remove_all, self.handles)
+
+    def choose(self, names, parts):
+        "Names of modules and parameters"
+        return match_names(names, parts, 'module or parameter')
 
     def hook(self, name, part):
         "Hook a module or a parameter; the handle"
@@ -170,10 +172,16 @@ def _block_sums(x):
     if not len(x): return d.new_tensor([0., 0, 0, 0, 0, 0, math.inf, -math.inf, math.inf])
     a = d.abs()
     n = d.new_full((), len(x))
-    zeros = n - torch.count_nonzero(d)
-    nonfinite = n - torch.count_nonzero(a < math.inf)
-    min_abs = a.masked_fill(a == 0, math.inf).amin()
-    sums = [n, d.sum(), a.sum(), d.dot(d), zeros, nonfinite]
+    zeros = n*0
+    nonfinite = n*0
+    abs_sum = a.sum()
+    min_abs = a.amin()
+    if not (x.is_cpu and min_abs > 0):                          # most blocks have no zero
+        zeros = n - torch.count_nonzero(d)
+        min_abs = a.masked_fill(a == 0, math.inf).amin()
+    if not (x.is_cpu and abs_sum < math.inf):                   # and no infinity
+        nonfinite = n - torch.count_nonzero(a < math.inf)
+    sums = [n, d.sum(), abs_sum, d.dot(d), zeros, nonfinite]
     return torch.stack([*sums, d.amin(), d.amax(), min_abs])
 
 # %% ../nbs/15_monitor.ipynb #18m0037b
@@ -268,7 +276,7 @@ def inverse_scale(
 class StepSums(TensorHooks):
     "What one training step shows of its tensors: sums over micro-batches that were not dropped"
     def __init__(self, model, kinds, names, types=None, scaler=None, hist=False):
-        super().__init__(model, self.measure, set(kinds) & {*HOOKED}, names, types, root=True)
+        super().__init__(model, None, set(kinds) & {*HOOKED}, names, types, root=True)
         self.model, self.scaler, self.hist = model, scaler, hist
         self.inputs = 'input' in kinds and 'input' in names
         self.forget()
@@ -281,9 +289,19 @@ class StepSums(TensorHooks):
         if not isinstance(part, nn.Parameter): return super().hook(name, part)
         return part.register_post_accumulate_grad_hook(OwnedHook(self, 'grown', name))
 
+    def choose(self, names, parts):
+        "Of the names that were chosen, those of parts that are hooked"
+        return [n for n in parts if n in names]
+
     def grown(self, name, p):
-        "Show a weight's gradient after a micro-batch"
-        self.show(name, 'weight_grad', p.grad)
+        "Show a weight's gradient after a micro-batch; of a sparse one the values"
+        g = p.grad
+        if g.is_sparse: g = g.coalesce().values()
+        self.show(name, 'weight_grad', g)
+
+    def show(self, name, kind, t):
+        "Measure what is hooked"
+        with torch.no_grad(), _disable_current_modes(): self.measure(name, kind, t)
 
     def forget(self):
         "Forget what was seen"
@@ -370,6 +388,9 @@ class TensorCollector(AbstractContextManager):
         if opt is not None and not hasattr(inner_optimizer(opt), 'state'):
             raise ValueError(f"opt={opt!r} is not an optimizer: "
                              "give the optimizer itself, torch's or fastai's.")
+        if not (kinds and stats):
+            raise ValueError(f'kinds={kinds!r} and stats={stats!r} leave nothing to measure: '
+                             'name at least one of each.')
         self.stats = validate_choice(stats, (*STATISTICS, 'hist', 'update_ratio'), 'statistic')
         self.kinds = validate_choice(kinds, TENSOR_KINDS, 'kind')
         self.model, self.names, self.types = model, names, types
@@ -393,7 +414,7 @@ class TensorCollector(AbstractContextManager):
         self.chosen = set(match_names(self.names, names, 'module or parameter'))
         self.seen = StepSums(
             self.model, self.kinds, self.chosen, self.types, self.scaler, 'hist' in self.stats)
-        if 'update_ratio' not in self.stats: return
+        if 'update_ratio' not in self.stats or 'weight' not in self.kinds: return
         for n in self.chosen & params.keys(): self.before[n] = params[n].detach().clone()
 
     def close(self):
@@ -430,7 +451,7 @@ class TensorCollector(AbstractContextManager):
             for k, t in state.get(p, {}).items():
                 moment = isinstance(t, Tensor) and t.shape == p.shape and k != 'step'
                 if moment: yield f'{n}.{k}', 'moment', t
-        if loss is not None and 'loss' in self.chosen:
+        if loss is not None and 'loss' in self.kinds and 'loss' in self.chosen:
             yield 'loss', 'loss', torch.as_tensor(loss, dtype=torch.float32)
 
     def update_ratios(self):
@@ -469,12 +490,12 @@ class TensorCollector(AbstractContextManager):
         return list(chain.from_iterable(entry.to_dict('records') for entry in self.entries))
 
     def frame(self,
-        last:int=0, # how many of the latest collections; 0: all that are remembered
+        last:int|None=None, # how many of the latest collections; None: all that are remembered
     ): # a pandas DataFrame, a row for each tensor and step
         "What is remembered, without histograms"
         import pandas as pd
         if not self.entries: return pd.DataFrame()
-        entries = pd.concat(list(self.entries)[-last:], ignore_index=True)
+        entries = pd.concat(list(self.entries)[-(last or 0):], ignore_index=True)
         return entries.drop(columns='hist', errors='ignore')
 
     def __exit__(self, *exc): self.close()

@@ -127,6 +127,7 @@ def as_trace(
     if like is None:
         quantiles = (torch.arange(4096, dtype=torch.float64) + .5)/4096
         like = 2.**(-28 + 5*torch.special.ndtri(quantiles))     # median 2^-28, spread 5 octaves
+    like = torch.as_tensor(like).detach()
     if not like.isfinite().all():
         raise ValueError('These gradients hold an infinity or a NaN: give finite gradients.')
     return trace_from_hists('calm', [like.abs().max().item()], [log2_hist(like)])
@@ -139,6 +140,7 @@ def burst_of(
 )->Trace:
     "A trace of good steps with bad ones among them"
     bad = torch.as_tensor(bad, dtype=torch.bool)
+    if not len(bad): raise ValueError('A trace of no steps has no use: give at least one.')
     calm = as_trace(like)
     t = torch.arange(len(bad)) % len(calm)
     amax = torch.where(bad, calm.amax[t]*factor, calm.amax[t])
@@ -164,6 +166,9 @@ def overflow_burst(
     factor:float=math.inf, # see `burst_of`
 )->Trace:
     "Good batches, then bad ones in a row, then good ones again"
+    if min(n, at, after) < 0:
+        raise ValueError(f'{n} bad batches, {at} good ones before them, {after} after: none can be '
+                         'negative.')
     bad = [at <= i < at + n for i in range(at + n + after)]
     return burst_of(bad, f'{n} hard batches at {at}', like, factor)
 
@@ -203,7 +208,10 @@ def load_trace(
     path:str|Path, # a file from `save_trace`
 )->Trace:
     "Read a trace; FileNotFoundError if there is no such file, ValueError if it holds no trace"
-    try: return Trace(**torch.load(path, weights_only=True))
+    try:
+        trace = Trace(**torch.load(path, weights_only=True))
+        str(trace)
+        return trace
     except OSError: raise
     except Exception as e:
         raise ValueError(f'{str(path)!r} is not a whole trace: write one with '
@@ -270,7 +278,7 @@ def named_policies(
     "Policies by name"
     if isinstance(policies, dict): return policies
     if isinstance(policies, (str, LossScaler)): policies = [policies]
-    policies = policies or list(RULES)
+    if policies is None: policies = list(RULES)
     named = dict(zip(map(str, policies), policies))
     if len(named) < len(policies):
         raise ValueError(f'Two of {policies} have one name: give {{name: policy}}.')

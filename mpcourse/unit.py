@@ -423,8 +423,8 @@ def weighted_add(
 )->Tensor: # the weighted sum
     "A sum of unit scale, with its own gradients"
     if weights is None: weights = [1.]*len(xs)
-    if not any(weights): raise ValueError(
-        f'weights={weights} make no sum: give at least one that is not 0.')
+    if not any(weights) or len(weights) != len(xs): raise ValueError(
+        f'weights={weights} make no sum of {len(xs)} terms: give one for each, not all 0.')
     squares = 0
     for w in weights: squares += w*w
     norm = squares**-.5

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
-from fastai.basics import Adam, BCEWithLogitsLossFlat, Callback, CrossEntropyLossFlat, L, Learner, MSELossFlat
+from fastai.basics import Adam, BCEWithLogitsLossFlat, Callback, CancelTrainException, CrossEntropyLossFlat, L, Learner, MSELossFlat
 from fastai.callback.all import EarlyStoppingCallback, GradientAccumulation, MixUp, SaveModelCallback
 from fastai.losses import FocalLossFlat, LabelSmoothingCrossEntropyFlat
 from fastai.metrics import accuracy
@@ -223,6 +223,29 @@ def test_mixup_on_one_cycle_goes_on_bit_for_bit(tmp_path):
     path, want = tmp_path/'run.pt', outcome(train())
     with pytest.raises(KeyboardInterrupt): train(path, cbs=[stop('after_batch', 8)])
     assert path.exists() and not differ(outcome(train(path, seed=3)), want)
+
+
+class StopsAt3(Callback):
+    "Ends an epoch's training right after a step, as `WarnCB` may"
+    order = 96
+
+    def after_step(self):
+        if (self.epoch, self.iter) == (0, 3): raise CancelTrainException
+
+
+class KilledInValidation(Callback):
+    order = 97
+
+    def after_batch(self):
+        if not self.training: raise KeyboardInterrupt
+
+
+def test_validation_writes_no_checkpoint(tmp_path):
+    "A step of the training was complete and a checkpoint due, but the batch is one of validation"
+    def train(*cbs): return quiet_fit(classes(cbs=[GradientAccumulation(16), StopsAt3(), *cbs]), 2)
+    path, want = tmp_path/'run.pt', outcome(train())
+    with pytest.raises(KeyboardInterrupt): train(CheckpointCB(path, every=3), KilledInValidation())
+    assert not differ(outcome(train(CheckpointCB(path, every=3))), want)
 
 
 # --- what callbacks remember ---

@@ -48,7 +48,7 @@ def test_match_names():
     assert match_names(None, names) == names
     assert match_names('a.*', names) == ['a.0', 'a.1']
     assert match_names(['b', 'a.0'], names) == ['a.0', 'b']
-    assert match_names({'b', 'c'}, names) == ['b']
+    assert match_names({'b', 'a.0'}, names) == ['a.0', 'b']
 
 
 @pytest.mark.parametrize('patterns', ['c*', ['a.*', 'c'], []])
@@ -418,6 +418,36 @@ def test_nothing_is_kept_alive():
     assert held == []
 
 
+def test_a_collector_that_an_exception_leaves_takes_its_hooks_along():
+    model = small()
+    def f():
+        c = TensorCollector(model, every=1)
+        assert n_hooks(model) > 0 and c.n == 0
+        raise RuntimeError
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError): f()
+        assert n_hooks(model) == 0
+    finally: gc.enable()
+
+
+def test_what_is_not_asked_for_is_not_touched():
+    "A loss that is a dict, and weights of which no ratio is shown"
+    model = small()
+    with TensorCollector(model, every=1, kinds='weight_grad', stats=('norm', 'update_ratio')) as c:
+        model(torch.ones(2, 4)).sum().backward()
+        c.step({'a': torch.ones(())})
+        assert len(c.records) == 4 and not c.before
+
+
+def test_a_sparse_gradient_is_measured_by_its_values():
+    model = nn.Embedding(5, 2, sparse=True)
+    with TensorCollector(model, every=1, kinds='weight_grad', stats=('norm', 'max')) as c:
+        (3*model(torch.tensor([1, 1, 4]))).sum().backward()
+        c.step()
+    assert [(r['name'], r['max']) for r in c.records] == [('weight', 6.)] and c.records[0]['norm'] == pytest.approx(math.sqrt(2*36 + 2*9))
+
+
 def test_memory_is_bounded():
     model = small()
     with TensorCollector(model, every=1, keep=3) as c:
@@ -444,7 +474,7 @@ def test_intervals_that_cannot_be(every):
     with pytest.raises(ValueError, match=f'{every} steps'): TensorCollector(small(), every=every)
 
 
-@pytest.mark.parametrize('kw, value', [(dict(kinds='gradient'), 'gradient'), (dict(stats='median'), 'median'), (dict(names='blocks.*'), 'blocks'),
+@pytest.mark.parametrize('kw, value', [(dict(kinds='gradient'), 'gradient'), (dict(kinds=()), 'kinds'), (dict(stats=()), 'stats'), (dict(names={'typo'}), 'typo'), (dict(stats='median'), 'median'), (dict(names='blocks.*'), 'blocks'),
     (dict(scaler='dynamic'), 'dynamic'), (dict(scaler=0), '0'), (dict(scaler=math.nan), 'nan'), (dict(opt='adam'), 'adam'),
     (dict(types=nn.Conv2d), 'Conv2d'), (dict(writers='log.json'), 'log.json')], ids=str)
 def test_a_wrong_argument_is_told_with_its_value(kw, value):

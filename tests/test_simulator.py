@@ -158,7 +158,8 @@ def test_traces_are_saved_whole(make, tmp_path):
     assert repr(u) == repr(t) and replay('torch', u).table().equals(replay('torch', t).table())
 
 
-@pytest.mark.parametrize('content', [b'', b'{"name": 1}', b'\xff\xfe', [1, 2], dict(name='one')])
+@pytest.mark.parametrize('content', [b'', b'{"name": 1}', b'\xff\xfe', [1, 2], dict(name='one'),
+    dict.fromkeys(('name', 'amax', 'counts', 'lo', 'zeros', 'broken', 'bad'), 1)])
 def test_files_that_are_no_trace(content, tmp_path):
     f = tmp_path/'t'
     if isinstance(content, bytes): f.write_bytes(content)

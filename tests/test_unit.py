@@ -1134,7 +1134,7 @@ BAD = [
     (lambda: scaled(torch.ones(3, dtype=torch.int32), 2., 3.), 'torch.int32'), (lambda: unit_linear(r(4, 0), r(4, 0)), r'\(4, 0\)'),
     (lambda: unit_attention(r(2, 2, 4), r(2, 3, 4), r(2, 3, 4), True), '2 queries over 3 keys'),
     (lambda: residual_split(r(4), 0), 'tau=0'), (lambda: residual_split(r(4), 1.), 'tau=1.0'), (lambda: residual_split(r(4), math.nan), 'tau=nan'),
-    (lambda: residual_split(r(4), running_tau(0)), 'tau=1.0'), (lambda: weighted_add(r(2), r(2), weights=(1,)), 'zip'),
+    (lambda: residual_split(r(4), running_tau(0)), 'tau=1.0'), (lambda: weighted_add(r(2), r(2), weights=(1,)), 'of 2 terms'),
     (lambda: weighted_add(r(2), torch.ones(2, dtype=torch.int64)), 'torch.int64'),
     (lambda: unit_cross_entropy(r(4, 10), torch.zeros(5, dtype=torch.int64)), r'\(4, 10\), \(5,\)'), (lambda: unit_cross_entropy(r(4, 10), zeros(4)), 'torch.float32'),
     (lambda: unit_cross_entropy(r(4, 1), torch.zeros(4, dtype=torch.int64)), r'\(4, 1\)'),
