@@ -166,7 +166,7 @@ def _about(model, opt, scaler):
             f'{part!r} has no state: give the model, the optimizer and the scaler that train '
             '(of a MixedStep, its .scaler).')
     steps = [getattr(f, 'func', f).__name__ for f in getattr(opt, 'cbs', [])]   # of fastai's kind
-    about = {'the optimizer': [type(opt).__name__, *steps], 'with a scaler': scaler is not None}
+    about = {'the optimizer': [type(opt).__name__, *steps]}
     for i, ps in enumerate(group_params(opt)): about[f'group {i}'] = list(map(_like, ps))
     for name, value in model.state_dict().items(): about[name] = _like(value)
     return about
@@ -244,16 +244,18 @@ def load_training_state(
 )->dict: # the **extra of the call that saved it
     "Restore model, optimizer, scaler and random numbers from a file; an error changes nothing"
     path, model, opt = Path(path), _bare(model), inner_optimizer(opt)
+    here = _about(model, opt, scaler)
     doc = read_training_state(path)
-    if doc['scaler'] is None and hasattr(scaler, 'load_state_dict'):
+    there = doc['about']
+    why = None
+    if scaler is None and doc['scaler'] is not None: why = 'it has a scaler, and none was given'
+    for k in reversed([*(there | here)]):                   # the first that differs is told
+        if there.get(k) != here.get(k): why = f'{k} was {there.get(k)} and is {here.get(k)}'
+    if why: raise ValueError(f'{path} does not fit: {why}. Nothing was loaded: build all '
+                             'parts as they were when the file was written.')
+    if scaler is not None and doc['scaler'] is None:
         warn_user(f'{path} has no scaler: {scaler} stays as it is.')
         scaler = None
-    there = doc['about']
-    here = _about(model, opt, scaler)
-    for k in there | here:
-        if there.get(k) != here.get(k): raise ValueError(
-            f'{path} does not fit: {k} was {there.get(k)} and is {here.get(k)}. Nothing was '
-            'loaded: build all parts as they were when the file was written.')
     _load_all(doc, model, opt, scaler)
     for m, saved in zip(_masters(model, opt), doc['masters']): m.copy_(saved)
     set_random_states(doc['random'])
@@ -430,7 +432,7 @@ class CheckpointCB(Callback):
             if cb is not self: cb.run = False # fastai sets it again after the fit
         raise CancelFitException
 
-    def save(self, order, done):
+    def _save(self, order, done):
         "Write a checkpoint; of several ranks, old files are replaced when all new ones are there"
         learn = self.learn
         new = _next(self.file) if _several() else self.file
@@ -485,7 +487,7 @@ class CheckpointCB(Callback):
         "Save after a complete step, if a checkpoint is due"
         due = self.learn.train_iter//self.every > self.last//self.every
         if not (self.learn.training and self.step_done and due and is_training(self.learn)): return
-        self.save(self.order_now, done=False)
+        self._save(self.order_now, done=False)
         self.last = self.learn.train_iter
 
     def after_fit(self):
@@ -495,4 +497,4 @@ class CheckpointCB(Callback):
         _open.discard(self.place)
         if self.saved: warn_user(f'{self.file} holds the end of this fit, which is skipped: '
                                 'remove the file to train again.')
-        else: self.save(random_states(*_own(self.learn)), done=True)
+        else: self._save(random_states(*_own(self.learn)), done=True)

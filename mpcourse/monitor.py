@@ -314,7 +314,7 @@ class StepSums(TensorHooks):
         "Note a forward pass, and forget the batch before it if its gradients were cleared"
         if torch._C._current_graph_task_id() != -1: return      # checkpointed, computed again
         for n, p in module.named_parameters():
-            if p.grad is None and (n, 'weight_grad') in self.rows: self.forget()
+            if (n, 'weight_grad') in self.rows and p.grad is None: self.forget()
         self.passes.append({})
         if not self.inputs: return
         for n, t in named_tensors('input', dict(enumerate(args)) | kwargs): self.show(n, 'input', t)
@@ -434,14 +434,14 @@ class TensorCollector(AbstractContextManager):
             with _disable_current_modes():
                 if not self.seen.differentiated:            # count all forward passes
                     for rows in self.seen.passes: self.seen.count(rows)
-                for name, kind, t in self.unhooked(loss):
+                for name, kind, t in self._unhooked(loss):
                     if kind in self.kinds: self.seen.measure(name, kind, t)
-                if self.before: self.notes['update_ratio'] = self.update_ratios()
+                if self.before: self.notes['update_ratio'] = self._update_ratios()
                 if self.seen.rows: self.add()
         self.n += 1
         if self.running: self.open()
 
-    def unhooked(self, loss):
+    def _unhooked(self, loss):
         "(name, kind, tensor) of what no hook sees: weights, moments, the loss"
         state = {}
         if self.opt is not None: state = inner_optimizer(self.opt).state
@@ -454,7 +454,7 @@ class TensorCollector(AbstractContextManager):
         if loss is not None and 'loss' in self.kinds and 'loss' in self.chosen:
             yield 'loss', 'loss', torch.as_tensor(loss, dtype=torch.float32)
 
-    def update_ratios(self):
+    def _update_ratios(self):
         "{(name, 'weight'): norm of what a step has added, over the norm of the weight before it}"
         ratios = {}
         home = next(iter(self.before.values())).device
@@ -491,7 +491,7 @@ class TensorCollector(AbstractContextManager):
 
     def frame(self,
         last:int|None=None, # how many of the latest collections; None: all that are remembered
-    ): # a pandas DataFrame, a row for each tensor and step
+    )->object: # a pandas DataFrame, a row for each tensor and step
         "What is remembered, without histograms"
         import pandas as pd
         if not self.entries: return pd.DataFrame()
