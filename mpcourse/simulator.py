@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .plots import CYCLE, log2_hist
+from .plots import CYCLE, log2_axis, log2_hist
 from .policies import RULES, get_policy
 from .rounding import quantize
 from .scaler import LossScaler, validate_scale
@@ -347,7 +347,8 @@ def plot_result(
     bad = result.bad.nonzero().flatten()
     ax.plot(bad, [.015]*len(bad), '|', color='#b00020', ms=7, alpha=.6,
             transform=ax.get_xaxis_transform())
-    ax.set_yscale('log', base=2, nonpositive='mask')
+    low, high = log2_axis(ax, 'y').get_ylim()
+    if high/low > 2.**40: log2_axis(ax, 'y', 16)
     ax.set(xlabel='step', ylabel='loss scale')
     ax.legend(loc='center left', bbox_to_anchor=(1, .5))
     return ax
