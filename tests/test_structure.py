@@ -423,3 +423,8 @@ def test_workflows_name_actions_by_commit_and_mix_no_second_index():
         text = path.read_text()
         assert all(re.fullmatch(r'[0-9a-f]{40}', ref) for ref in re.findall(r'uses: \S+@(\S+)', text)), path
         assert 'EXTRA_INDEX' not in text, path
+
+
+def test_what_a_mutant_changes_stands_in_the_code():
+    from tools.mutants import M, check_texts
+    assert check_texts(M) == []
