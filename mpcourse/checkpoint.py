@@ -184,7 +184,7 @@ def _bare(model):
     return _bare(model.module) if isinstance(model, parallel) else model
 
 # %% ../nbs/86_checkpoint.ipynb #d2b8c54f
-FORMAT = 'mpcourse training state 5'
+FORMAT = 'mpcourse training state 4'
 
 def save_training_state(
     path:str|Path, # of the file, in a folder that exists; a link is followed
@@ -363,6 +363,19 @@ def choose_common_step(
         f'remove {file} and those of the others, or give another path.')
     _next(file).unlink(missing_ok=True)
 
+# %% ../nbs/86_checkpoint.ipynb #27e5372d
+def save_fit(
+    file:Path, # of this rank
+    learn:Learner, # between two steps, or at the end
+    **more, # what else is saved
+):
+    "Write a checkpoint on all ranks; old files are replaced after all have written their new ones"
+    new = _next(file) if _several() else file
+    save_training_state(new, learn.model, learn.opt, _scaler(learn), **fit_state(learn), **more)
+    if new == file: return
+    dist.barrier(getattr(learn.model, 'process_group', None))
+    os.replace(new, file)
+
 # %% ../nbs/86_checkpoint.ipynb #c13a0066
 def fit_file(
     path:Path, # of this rank's first fit
@@ -432,16 +445,6 @@ class CheckpointCB(Callback):
             if cb is not self: cb.run = False # fastai sets it again after the fit
         raise CancelFitException
 
-    def _save(self, order, done):
-        "Write a checkpoint; of several ranks, old files are replaced when all new ones are there"
-        learn = self.learn
-        new = _next(self.file) if _several() else self.file
-        save_training_state(new, learn.model, learn.opt, _scaler(learn), **fit_state(learn),
-                            arguments=self.arguments, order=order, done=done)
-        if new == self.file: return
-        dist.barrier(getattr(learn.model, 'process_group', None))
-        os.replace(new, self.file)
-
     def before_epoch(self):
         "Skip complete epochs; no other callback is called in them"
         if self.saved is None or not is_training(self.learn): return
@@ -487,7 +490,7 @@ class CheckpointCB(Callback):
         "Save after a complete step, if a checkpoint is due"
         due = self.learn.train_iter//self.every > self.last//self.every
         if not (self.learn.training and self.step_done and due and is_training(self.learn)): return
-        self._save(self.order_now, done=False)
+        save_fit(self.file, self.learn, arguments=self.arguments, order=self.order_now, done=False)
         self.last = self.learn.train_iter
 
     def after_fit(self):
@@ -497,4 +500,5 @@ class CheckpointCB(Callback):
         _open.discard(self.place)
         if self.saved: warn_user(f'{self.file} holds the end of this fit, which is skipped: '
                                 'remove the file to train again.')
-        else: self._save(random_states(*_own(self.learn)), done=True)
+        else: save_fit(self.file, self.learn, arguments=self.arguments,
+                       order=random_states(*_own(self.learn)), done=True)

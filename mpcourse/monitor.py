@@ -97,8 +97,8 @@ def watched_modules(
     top = type(model).__name__
     found = {}
     for n, m in model.named_modules():
-        layer = m._parameters or not m._modules
-        if isinstance(m, types) if types else layer: found[n or top] = m
+        shown = isinstance(m, types) if types else m._parameters or not m._modules
+        if shown: found[n or top] = m
     if not found: raise ValueError(f'No module of {top} is a {types}: give other types.')
     if root: found[top] = model
     return found
@@ -163,8 +163,8 @@ STATISTICS = {
     'overflow': 'share that is infinite or NaN',
     'dynamic_range': 'octaves from the smallest magnitude to the largest'}
 BLOCK = 2**16 # elements that a CPU measures at once
-_SUMS = ('n', 'sum', 'abs_sum', 'squares', 'zeros', 'nonfinite',    # these add up
-         'min', 'max', 'min_abs')                                   # these do not
+_ADD_UP = ('n', 'sum', 'abs_sum', 'squares', 'zeros', 'nonfinite')
+_SUMS = (*_ADD_UP, 'min', 'max', 'min_abs')     # the last three do not add up
 
 def _block_sums(x):
     "`_SUMS` of a tensor (n,)"
@@ -190,11 +190,11 @@ def merge_sums(
 )->Tensor: # one of them
     "The sums of a tensor from the sums of its parts"
     rows = torch.stack(rows)
-    merged = rows.sum(0)
-    merged[6] = rows[:, 6].amin()
-    merged[7] = rows[:, 7].amax()
-    merged[8] = rows[:, 8].amin()
-    return merged
+    column = dict(zip(_SUMS, rows.unbind(1)))
+    extremes = [column['min'].amin(), column['max'].amax(), column['min_abs'].amin()]
+    add_up = rows[:, :len(_ADD_UP)].sum(0)
+    more = rows[:, len(_SUMS):].sum(0)
+    return torch.cat([add_up, torch.stack(extremes), more])
 
 def tensor_sums(
     x:Tensor, # floating, any shape
@@ -363,8 +363,40 @@ def step_table(
     stats = sums_to_stats(sums, names, of_grads)
     return torch.cat([1/factor[:, None], stats, sums[:, len(_SUMS):]], 1).cpu()
 
+# %% ../nbs/15_monitor.ipynb #99e3e58d
+class CollectionLog:
+    "The latest collections, a DataFrame for each; every new one goes to the writers"
+    def __init__(self, writers, keep):
+        if isinstance(writers, str | Path) or callable(writers): writers = [writers]
+        self.writers = [open_writer(w) for w in writers]
+        self.entries = deque(maxlen=keep)
+
+    def add(self, step, entry):
+        "Remember a collection and write it; a writer that fails is dropped"
+        self.entries.append(entry)
+        for w in list(self.writers):
+            try: w(step, entry.to_dict('records'))
+            except Exception as e:
+                self.writers.remove(w)
+                warnings.warn(f'{w} failed ({e}) and is dropped; the training goes on.',
+                              stacklevel=4)
+
+    @property
+    def records(self)->list: # of dicts
+        "All rows that are remembered"
+        return list(chain.from_iterable(entry.to_dict('records') for entry in self.entries))
+
+    def frame(self,
+        last:int|None=None, # how many of the latest collections; None: all that are remembered
+    )->object: # a pandas DataFrame, a row for each tensor and step
+        "What is remembered, without histograms"
+        import pandas as pd
+        if not self.entries: return pd.DataFrame()
+        entries = pd.concat(list(self.entries)[-(last or 0):], ignore_index=True)
+        return entries.drop(columns='hist', errors='ignore')
+
 # %% ../nbs/15_monitor.ipynb #18m00054
-class TensorCollector(AbstractContextManager):
+class TensorCollector(CollectionLog, AbstractContextManager):
     "Measures a model's tensors on some steps of any training loop; keeps numbers, and no tensor"
     def __init__(self,
         model:nn.Module, # in training
@@ -378,27 +410,13 @@ class TensorCollector(AbstractContextManager):
         writers:tuple|list=(), # paths, as for `open_writer`, or functions of (step, rows)
         keep:int=1000, # collections to remember
     ):
-        if not callable(every) and (type(every) is not int or every < 1):
-            raise ValueError(f'A collection every {every!r} steps cannot work: '
-                             'give a whole number from 1, or a function.')
-        number = isinstance(scaler, int | float) and 0 < scaler < math.inf
-        if not (number or isinstance(scaler, LossScaler | TorchGradScaler | None)):
-            raise ValueError(f'{scaler!r} is not a scaler: '
-                             'give a LossScaler, a GradScaler, or the factor on the loss.')
-        if opt is not None and not hasattr(inner_optimizer(opt), 'state'):
-            raise ValueError(f"opt={opt!r} is not an optimizer: "
-                             "give the optimizer itself, torch's or fastai's.")
-        if not (kinds and stats):
-            raise ValueError(f'kinds={kinds!r} and stats={stats!r} leave nothing to measure: '
-                             'name at least one of each.')
+        _validate(every, kinds, stats, opt, scaler)
         self.stats = validate_choice(stats, (*STATISTICS, 'hist', 'update_ratio'), 'statistic')
         self.kinds = validate_choice(kinds, TENSOR_KINDS, 'kind')
         self.model, self.names, self.types = model, names, types
         self.every, self.opt, self.scaler = every, opt, scaler
-        if isinstance(writers, str | Path) or callable(writers): writers = [writers]
-        self.writers = [open_writer(w) for w in writers]
-        self.entries = deque(maxlen=keep)       # a DataFrame for each collection
-        self.n = 0                              # steps so far
+        super().__init__(writers, keep)
+        self.n = 0              # steps so far
         self.seen = None
         self.open()
 
@@ -434,71 +452,71 @@ class TensorCollector(AbstractContextManager):
             with _disable_current_modes():
                 if not self.seen.differentiated:            # count all forward passes
                     for rows in self.seen.passes: self.seen.count(rows)
-                for name, kind, t in self._unhooked(loss):
+                for name, kind, t in _unhooked(self, loss):
                     if kind in self.kinds: self.seen.measure(name, kind, t)
-                if self.before: self.notes['update_ratio'] = self._update_ratios()
-                if self.seen.rows: self.add()
+                if self.before: self.notes['update_ratio'] = _update_ratios(self)
+                if self.seen.rows: self.add(self.n, _entry(self))
         self.n += 1
         if self.running: self.open()
 
-    def _unhooked(self, loss):
-        "(name, kind, tensor) of what no hook sees: weights, moments, the loss"
-        state = {}
-        if self.opt is not None: state = inner_optimizer(self.opt).state
-        for n, p in self.model.named_parameters():
-            if n not in self.chosen: continue
-            yield n, 'weight', p
-            for k, t in state.get(p, {}).items():
-                moment = isinstance(t, Tensor) and t.shape == p.shape and k != 'step'
-                if moment: yield f'{n}.{k}', 'moment', t
-        if loss is not None and 'loss' in self.kinds and 'loss' in self.chosen:
-            yield 'loss', 'loss', torch.as_tensor(loss, dtype=torch.float32)
-
-    def _update_ratios(self):
-        "{(name, 'weight'): norm of what a step has added, over the norm of the weight before it}"
-        ratios = {}
-        home = next(iter(self.before.values())).device
-        for n, p in self.model.named_parameters():
-            if n not in self.before: continue
-            ratio = (p - self.before[n]).norm()/self.before[n].norm()
-            ratios[n, 'weight'] = ratio.to(home)
-        return dict(zip(ratios, torch.stack([*ratios.values()]).tolist()))
-
-    def add(self):
-        "Remember a collection and write it; a writer that fails is dropped"
-        import pandas as pd
-        columns = [n for n in self.stats if n in STATISTICS]
-        table = step_table(self.seen, columns)
-        width = 1 + len(columns)
-        entry = pd.DataFrame(list(self.seen.rows), columns=['name', 'kind'])
-        entry.insert(0, 'step', self.n)
-        entry[['scale', *columns]] = table[:, :width].float().double().numpy()
-        for column, values in self.notes.items():
-            entry[column] = [values.get(key, math.nan) for key in self.seen.rows]
-        if 'hist' in self.stats: entry['hist'] = list(map(counts_to_hist, table[:, width:]))
-        self.entries.append(entry)
-        for w in list(self.writers):
-            try: w(self.n, entry.to_dict('records'))
-            except Exception as e:
-                self.writers.remove(w)
-                warnings.warn(f'{w} failed ({e}) and is dropped; the training goes on.',
-                              stacklevel=4)
-
-    @property
-    def records(self)->list: # of dicts
-        "All rows that are remembered"
-        return list(chain.from_iterable(entry.to_dict('records') for entry in self.entries))
-
-    def frame(self,
-        last:int|None=None, # how many of the latest collections; None: all that are remembered
-    )->object: # a pandas DataFrame, a row for each tensor and step
-        "What is remembered, without histograms"
-        import pandas as pd
-        if not self.entries: return pd.DataFrame()
-        entries = pd.concat(list(self.entries)[-(last or 0):], ignore_index=True)
-        return entries.drop(columns='hist', errors='ignore')
-
     def __exit__(self, *exc): self.close()
+
+# %% ../nbs/15_monitor.ipynb #baf16f02
+#| code-fold: true
+def _validate(every, kinds, stats, opt, scaler):
+    "ValueError for an argument that cannot work"
+    if not callable(every) and (type(every) is not int or every < 1):
+        raise ValueError(f'A collection every {every!r} steps cannot work: '
+                         'give a whole number from 1, or a function.')
+    number = isinstance(scaler, int | float) and 0 < scaler < math.inf
+    if not (number or isinstance(scaler, LossScaler | TorchGradScaler | None)):
+        raise ValueError(f'{scaler!r} is not a scaler: '
+                         'give a LossScaler, a GradScaler, or the factor on the loss.')
+    if opt is not None and not hasattr(inner_optimizer(opt), 'state'):
+        raise ValueError(f"opt={opt!r} is not an optimizer: "
+                         "give the optimizer itself, torch's or fastai's.")
+    if not (kinds and stats):
+        raise ValueError(f'kinds={kinds!r} and stats={stats!r} leave nothing to measure: '
+                         'name at least one of each.')
+
+# %% ../nbs/15_monitor.ipynb #c49195fd
+#| code-fold: true
+def _unhooked(c, loss):
+    "(name, kind, tensor) of what no hook sees: weights, moments, the loss"
+    state = {}
+    if c.opt is not None: state = inner_optimizer(c.opt).state
+    for n, p in c.model.named_parameters():
+        if n not in c.chosen: continue
+        yield n, 'weight', p
+        for k, t in state.get(p, {}).items():
+            moment = isinstance(t, Tensor) and t.shape == p.shape and k != 'step'
+            if moment: yield f'{n}.{k}', 'moment', t
+    if loss is not None and 'loss' in c.kinds and 'loss' in c.chosen:
+        yield 'loss', 'loss', torch.as_tensor(loss, dtype=torch.float32)
+
+def _update_ratios(c):
+    "{(name, 'weight'): norm of what a step has added, over the norm of the weight before it}"
+    ratios = {}
+    home = next(iter(c.before.values())).device
+    for n, p in c.model.named_parameters():
+        if n not in c.before: continue
+        ratio = (p - c.before[n]).norm()/c.before[n].norm()
+        ratios[n, 'weight'] = ratio.to(home)
+    return dict(zip(ratios, torch.stack([*ratios.values()]).tolist()))
+
+def _entry(c):
+    "The step as a DataFrame: a row for each tensor, with its statistics, notes and histogram"
+    import pandas as pd
+    columns = [n for n in c.stats if n in STATISTICS]
+    table = step_table(c.seen, columns)
+    width = 1 + len(columns)
+    entry = pd.DataFrame(list(c.seen.rows), columns=['name', 'kind'])
+    entry.insert(0, 'step', c.n)
+    entry[['scale', *columns]] = table[:, :width].float().double().numpy()
+    for column, values in c.notes.items():
+        entry[column] = [values.get(key, math.nan) for key in c.seen.rows]
+    if 'hist' in c.stats: entry['hist'] = list(map(counts_to_hist, table[:, width:]))
+    return entry
 
 # %% ../nbs/15_monitor.ipynb #18m00064
 class JsonlWriter:

@@ -210,7 +210,7 @@ def load_trace(
     "Read a trace; FileNotFoundError if there is no such file, ValueError if it holds no trace"
     try:
         trace = Trace(**torch.load(path, weights_only=True))
-        str(trace)
+        str(trace)          # fails where a part is no tensor
         return trace
     except OSError: raise
     except Exception as e:
