@@ -160,6 +160,10 @@ def test_golden_fairseq():
     assert s.scale == .5 and scales(get_policy('fairseq', init_scale=1., min_scale=.25), '111') == [.5]*3
 
 
+def test_golden_metaseq_reaches_its_minimum():
+    both('metaseq', '1'*9, dict(start=2, log2=[1, 0, -1, -2, -3, -4, -5, -5, -5]))
+
+
 def test_golden_torch(): both('torch', '0000100000', dict(start=1, log2=[1, 1, 2, 2, 1, 1, 1, 2, 2, 2]), interval=3)
 def test_golden_fastai(): both('fastai', '1001010010', dict(start=24, log2=[23, 23, 23, 22, 23, 22, 22, 22, 21, 22]), interval=3)
 

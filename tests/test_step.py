@@ -659,11 +659,16 @@ def test_nor_logarithms_of_more_than_one(loss):
 
 
 class Grows(nn.Linear):
-    "A buffer that its forward makes, and one that it reshapes"
-    def __init__(self): super().__init__(4, 1); self.register_buffer('mean', None); self.register_buffer('seen', torch.zeros(0))
+    "A buffer that its forward makes, one that it exchanges, and one that it resizes in place, as torch.ao's observers do"
+    def __init__(self):
+        super().__init__(4, 1)
+        self.register_buffer('mean', None)
+        for name in ('seen', 'largest'): self.register_buffer(name, torch.zeros(0))
+
     def forward(self, x):
         if self.mean is None: self.mean = x.mean(0)
         self.seen = x.detach()[:, 0]
+        self.largest.resize_(4).copy_(x.detach().amax(0))
         return super().forward(x)
 
 
@@ -671,9 +676,9 @@ def test_a_skipped_step_takes_back_a_buffer_that_it_made_or_reshaped():
     net, step = Grows(), MixedStep(StaticScaler(2.))
     opt, x = sgd(net), torch.randn(5, 4)
     step(net, x*torch.inf, torch.zeros(5, 1), opt, mse)
-    assert not step.outcome.stepped and net.mean is None and net.seen.shape == (0,)
+    assert not step.outcome.stepped and net.mean is None and net.seen.shape == net.largest.shape == (0,)
     step(net, x, torch.zeros(5, 1), opt, mse)
-    assert step.outcome.stepped and same_bits(net.mean, x.mean(0)) and net.seen.shape == (5,)
+    assert step.outcome.stepped and same_bits(net.mean, x.mean(0)) and net.seen.shape == (5,) and same_bits(net.largest, x.amax(0))
 
 
 class Remembers(nn.Linear):

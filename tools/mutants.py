@@ -167,7 +167,7 @@ M = [Mutant(*row) for row in (
     ('policies', 'self.since = since.masked_fill(grow, 1)', 'self.since = since.masked_fill(grow, 0)', 'policies', 'its_rule'),
     ('policies', 'self.since_overflow.masked_fill(bad, 0) + 1', 'self.since_overflow + 1', 'policies', 'golden_fairseq'),
     ('policies', 'less = (self.window//2).clamp(min=1)', 'less = self.window', 'policies', 'ten_bad'),
-    ('policies', 'down < self.min_scale if self.moving else', 'down <= self.min_scale if self.moving else', 'policies', 'its_rule'),
+    ('policies', 'down < self.min_scale if self.moving else', 'down <= self.min_scale if self.moving else', 'policies', 'golden_metaseq'),
     ('policies', 'amax.log2())', 'amax.log())', 'policies', 'its_formulas'),
     ('policies', 'x = torch.where(bad, self.overflow_as,', 'x = torch.where(bad, 16.,', 'policies', 'its_formulas'),
     ('policies', '        s.clean = 0\n        s.patience = hysteresis', '        s.clean = 0', 'policies', 'golden_megatron'),

@@ -18,7 +18,7 @@ const CSS = `.mpx .bar+.bar{margin-top:.4rem}.mpx .shown{margin:.6rem 0}.mpx .ro
 .mpx .rows small{display:block;font-weight:400;color:var(--dim)}.mpx .two{display:flex;flex-wrap:wrap;gap:0 1.5rem}
 .mpx .fates{display:grid;grid-template-columns:max-content 1fr minmax(6.5rem,max-content);gap:.1rem .6rem;align-items:center;font-size:.85rem}
 .mpx .fates div{display:flex}.mpx .fates i{height:.7rem}.mpx .fates output{text-align:right}
-.mpx .key{white-space:nowrap}.mpx .key::before{content:'';display:inline-block;width:.7em;height:.7em;margin:0 .3em 0 .8em;background:var(--c)}
+.mpx .key{display:inline-block}.mpx .key::before{content:'';display:inline-block;width:.7em;height:.7em;margin:0 .3em 0 .8em;background:var(--c)}
 @media(max-width:34rem){.mpx .rows{grid-template-columns:repeat(5,1fr)}.mpx .rows b{grid-column:1/-1}}`;
 
 /** The engine as a worker; where workers are forbidden, in the page itself, 60 ms at a time. */

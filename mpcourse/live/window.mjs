@@ -40,7 +40,7 @@ const RANGE = [-10, 40], AXIS = [-48, 24];                  // scales of the sli
 const CSS = `.mpx .pull{cursor:ew-resize;touch-action:pan-y}.mpx .layers [role=radiogroup]{display:grid;gap:.15rem}
 .mpx .layers [role=radiogroup]>span,.mpx .layers output{color:var(--dim)}.mpx .layers svg{width:100%;height:.9rem;margin:0}
 .mpx .layers label{display:grid;grid-template-columns:1.2rem minmax(6.5rem,11rem) 1fr 9.5rem;gap:.5rem}
-.mpx .key{white-space:nowrap}.mpx .key::before{content:'';display:inline-block;width:.7em;height:.7em;margin:0 .3em 0 .8em;background:var(--c)}
+.mpx .key{display:inline-block}.mpx .key::before{content:'';display:inline-block;width:.7em;height:.7em;margin:0 .3em 0 .8em;background:var(--c)}
 @media(max-width:34rem){.mpx .layers label{grid-template-columns:1.1rem minmax(4rem,8.6rem) 1fr 5.6rem;gap:.35rem}}`;
 const colors = fmt => ['var(--dim)', `color-mix(in srgb, ${fmt.color} 45%, transparent)`, fmt.color, 'var(--over)'];
 
