@@ -1,8 +1,9 @@
 """Who finds a scale when the loss is a thousand, a million, a billion times smaller? (chapter 19)
 
-The net that reads a digit and draws it (studies/two_heads.py), whose loss is divided by 2^0, 2^10, 2^20 or
-2^30, as a change of units divides it. Adam's eps is divided by as much, so that FP32 trains as before.
-A run has learnt when it reads nine digits of ten and its drawing error is below 0.05; a blank page has 0.2.
+The net that reads a digit and draws it (studies/two_heads.py), whose loss is divided by 2^0, 2^10,
+2^20 or 2^30, as a change of units divides it. Adam's eps is divided by as much, so that FP32
+trains as before. A run has learnt when it reads nine digits of ten and its drawing error is below
+0.05; a blank page has 0.2.
 """
 from functools import partial
 
@@ -16,7 +17,8 @@ from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, drawings, fit, heads_loss, heads_score, plain_step, two_heads
 
-POLICIES = {'FP32': None, 'torch': partial(get_policy, 'torch'), 'Megatron': partial(get_policy, 'megatron'),
+POLICIES = {'FP32': None, 'torch': partial(get_policy, 'torch'),
+            'Megatron': partial(get_policy, 'megatron'),
             'LogMax': partial(get_policy, 'logmax'), 'from 2^64': partial(DynamicScaler, 2.**64),
             'measured': None, 'ALS': ALSScaler}
 DIVISORS = (0, 10, 20, 30)
@@ -37,7 +39,8 @@ def train(name, k, seed=0, steps=150):
     def loss_func(pred, y): return heads_loss(pred, y)/2.**k
     step = make_step(name, model, next(batches(data, 256, 1, seed)), loss_func)
     opt = torch.optim.Adam(model.parameters(), lr=3e-3, eps=1e-8/2.**k)
-    with fp32_accumulate(): return model, fit(model, batches(data, 256, steps, seed), opt, loss_func, step)
+    with fp32_accumulate():
+        return model, fit(model, batches(data, 256, steps, seed), opt, loss_func, step)
 
 
 def run(row, seed):

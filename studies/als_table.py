@@ -1,7 +1,7 @@
 """Which static scales train a net of seven sigmoid layers, and who needs no tuning? (chapter 19)
 
-Graphcore's figure of BERT-Large in small: 800 steps of 256 digits, a learning rate that climbs to 1e-2
-and falls again, the loss divided by 16. A seed has learnt when its loss ends below 2.
+Graphcore's figure of BERT-Large in small: 800 steps of 256 digits, a learning rate that climbs to
+1e-2 and falls again, the loss divided by 16. A seed has learnt when its loss ends below 2.
 """
 from functools import partial
 
@@ -71,7 +71,8 @@ def ending(h, learnt):
     dip = logs[n//20:n*3//16].mean() - logs[n*3//16:n//2].unfold(0, 10, 1).mean(1).min()
     low_at = n//10 + logs[n//10:].unfold(0, 10, 1).mean(1).argmin()
     skipped = sum(h.get('skipped', [0.]))
-    return dict(loss=loss, learnt=loss < learnt, skipped=skipped, end=logs[-1].item(), dip=dip.item(),
+    return dict(loss=loss, learnt=loss < learnt, skipped=skipped, end=logs[-1].item(),
+                dip=dip.item(),
                 low_at=low_at.item())
 
 

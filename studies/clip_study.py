@@ -1,8 +1,10 @@
-"""Who brings the two towers through the storm, which layers go dark, and who was warned? (chapter 17)
+"""Who brings the two towers through the storm, which layers go dark, and who was warned? (chapter
+17)
 
-A row is a policy (a crew) and the step at which ten bad batches begin; a collector looks at the gradients.
-The small CNN flies through the same storm. Learnt: the loss ends below 1.5 (the CNN's below .1).
-`warned` is the rule of the article on CLIP: the mean flushed share of the weights' gradients is 10 %, or 5 % and rising.
+A row is a policy (a crew) and the step at which ten bad batches begin; a collector looks at the
+gradients. The small CNN flies through the same storm. Learnt: the loss ends below 1.5 (the CNN's
+below .1). `warned` is the rule of the article on CLIP: the mean flushed share of the weights'
+gradients is 10 %, or 5 % and rising.
 """
 from contextlib import nullcontext
 from functools import partial
@@ -28,7 +30,8 @@ def grow(start=2.**16, interval=2000, **kw):
     return lambda: DynamicScaler(start, growth_interval=interval, skip_nonfinite_loss=False, **kw)
 
 
-CREWS = {'FP32': None, 'BF16': lambda: StaticScaler(1.), 'torch': grow(), 'start 2^24': grow(2.**24),
+CREWS = {'FP32': None, 'BF16': lambda: StaticScaler(1.), 'torch': grow(),
+         'start 2^24': grow(2.**24),
          'interval 100': grow(interval=100), 'interval 10': grow(interval=10),
          'interval 1': grow(interval=1), 'Megatron': lambda: get_policy('megatron', init_scale=2.**16),
          'metaseq': lambda: get_policy('metaseq', init_scale=2.**16), 'floor 2^12': grow(min_scale=2.**12),
@@ -45,14 +48,16 @@ def crew_step(name):
     "The step of a crew, and its scaler"
     if name == 'FP32': return fp32_step(1.), None
     scaler, how = CREWS[name](), 'saturate' if 'saturating' in name else 'inf'
-    if name == 'BF16': return MixedStep(scaler, torch.bfloat16, compute=nullcontext, clip=1.), scaler
+    if name == 'BF16':
+        return MixedStep(scaler, torch.bfloat16, compute=nullcontext, clip=1.), scaler
     return MixedStep(scaler, compute=partial(fp32_accumulate, how), clip=1.), scaler
 
 
 def corrupt_batches(batches, bad, seed):
     "Batches, with pictures that are far too bright where it storms"
     gen = torch.Generator().manual_seed(seed)
-    for i, (xb, yb) in enumerate(batches): yield (corrupt(xb, generator=gen) if i < len(bad) and bad[i] else xb), yb
+    for i, (xb, yb) in enumerate(batches):
+        yield (corrupt(xb, generator=gen) if i < len(bad) and bad[i] else xb), yb
 
 
 def looked_at(at=None):
@@ -71,13 +76,16 @@ def clip_storm(crew, at=None, seed=0, toy='two_towers', steps=None):
     data = corrupt_batches(batches(toy.data(), toy.bs, steps, seed), bad, seed)
     rows, opt = [], toy.opt(model.parameters())
     def probed(model, xb, yb, opt, loss_func):
-        if scaler is not None: note_flushed(c, (xb, yb), loss_func, dtype=step.dtype, compute=step.compute)
+        if scaler is not None:
+            note_flushed(c, (xb, yb), loss_func, dtype=step.dtype, compute=step.compute)
         return step(model, xb, yb, opt, loss_func)
-    with TensorCollector(model, looked_at(at).__contains__, 'weight_grad', stats=('zeros', 'overflow'), scaler=scaler) as c:
+    with TensorCollector(model, looked_at(at).__contains__, 'weight_grad',
+                         stats=('zeros', 'overflow'), scaler=scaler) as c:
         def look(i, rec):
             c.step()
             rows.append({k: float(rec[k]) for k in ('loss', 'scale', 'skipped')})
-        fit(model, data, opt, lambda p, y: toy.loss_func(p, y)/divide, probed, toy.schedule(toy.steps), look)
+        fit(model, data, opt, lambda p, y: toy.loss_func(p, y)/divide, probed,
+            toy.schedule(toy.steps), look)
     frame = c.frame()
     return frame if 'flushed' in frame else frame.assign(flushed=nan), {k: [r[k]*(divide if k == 'loss' else 1) for r in rows] for k in rows[0]}
 
@@ -89,7 +97,8 @@ def first_warning(frame, window=30, low=.01, high=.05):
         some = rates.to_numpy()[max(0, n - window):n]
         third = -(-len(some)//3)
         late = some[-third:].mean()
-        if late >= 2*high or late >= high and late - some[:third].mean() > low: return float(rates.index[n - 1])
+        if late >= 2*high or late >= high and late - some[:third].mean() > low:
+            return float(rates.index[n - 1])
     return nan
 
 
@@ -111,8 +120,10 @@ def run(row, seed):
     (crew, at), cnn = ROWS[row], row.startswith('CNN')
     frame, h = clip_storm(crew, at, seed, 'cnn' if cnn else 'two_towers')
     loss, log = sum(h['loss'][-20:])/20, [log2(s) for s in h['scale']]
-    out = dict(loss=loss, learnt=loss < (.1 if cnn else 1.5), skipped=sum(h['skipped']), lowest=min(log),
-               end=log[-1], moves=moves_at(h['loss']), warned=nan if crew == 'FP32' else first_warning(frame))
+    out = dict(loss=loss, learnt=loss < (.1 if cnn else 1.5), skipped=sum(h['skipped']),
+               lowest=min(log),
+               end=log[-1], moves=moves_at(h['loss']),
+               warned=nan if crew == 'FP32' else first_warning(frame))
     if cnn: return out
     after = (30 if at is None else at) + 30
     for what in ('zeros',) if crew == 'FP32' else ('zeros', 'flushed'):

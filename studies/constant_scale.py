@@ -1,7 +1,8 @@
 """Is a scale that was measured better than a constant one? (chapter 08)
 
-Six nets of the course, each with its own optimizer and batch size, 150 steps under autocast with FP16. A row is a net and a
-scale: measured on the first batch, or the same for all nets. FP32 stands beside them.
+Six nets of the course, each with its own optimizer and batch size, 150 steps under autocast with
+FP16. A row is a net and a scale: measured on the first batch, or the same for all nets. FP32
+stands beside them.
 """
 import torch
 
@@ -19,7 +20,8 @@ SEEDS = range(5)
 def train_heads(step, seed):
     "The net that reads and draws: the error of its drawings, and the record of each step"
     net, data = two_heads(seed), drawings()
-    history = fit(net, batches(data, 256, 150, seed), torch.optim.Adam(net.parameters(), lr=3e-3), heads_loss, step)
+    history = fit(net, batches(data, 256, 150, seed), torch.optim.Adam(net.parameters(), lr=3e-3),
+                  heads_loss, step)
     return heads_score(net, data)[1], history
 
 
@@ -43,8 +45,11 @@ def run(row, seed):
     net, _, name = row.partition(': ')
     scale = measured(net, seed) if name == 'measured' else SCALES[name]
     step = MixedStep(StaticScaler(scale)) if scale else plain_step
-    with fp32_accumulate(): loss, history = train_heads(step, seed) if net == 'two_heads' else train_other(net, step, seed)
-    return dict(loss=loss, skipped=sum(map(float, history.get('skipped', [0.])))/150, scale=scale or 0.)
+    with fp32_accumulate():
+        loss, history = train_heads(step, seed) if net == 'two_heads' else train_other(net, step,
+            seed)
+    return dict(loss=loss, skipped=sum(map(float, history.get('skipped', [0.])))/150,
+                scale=scale or 0.)
 
 
 if __name__ == '__main__':

@@ -1,14 +1,16 @@
 """Which trainings notice that a tensor core cuts its sums? (chapter 23)
 
-`readout n`: the body of `char_lm`, trained in FP32 as the toy says, is frozen. Its readout is trained on for 40 steps of
-n characters; only the sum of its weight's gradient, over n products, is the row's. `loss` is that of the valid text,
-`before` the same before these 40 steps; `rare` is the probability that the readout gives to characters of frequency
-below 1/1000, `true` their share in the training text, `off` the error of the first gradient. `constant rate`: the
-same for a body that was trained without the toy's schedule, and reached a lower loss.
-`optimum`: a readout of one constant feature that begins at the frequencies of the characters, 60 steps of 65,536.
-`loss` is in nats above the entropy. `ReLU net`: 400 steps in FP16 under `as_gpu`; `same` says after how many steps the
-weights first differ from H100's. `GPT`: 60 steps of all of `char_lm`. Operands are E4M3 and gradients E5M2, each tensor
-with one scale, apart from rows that say FP32 or FP16; `rounded` is the H100 with its thirteen bits rounded to nearest.
+`readout n`: the body of `char_lm`, trained in FP32 as the toy says, is frozen. Its readout is
+trained on for 40 steps of n characters; only the sum of its weight's gradient, over n products, is
+the row's. `loss` is that of the valid text, `before` the same before these 40 steps; `rare` is the
+probability that the readout gives to characters of frequency below 1/1000, `true` their share in
+the training text, `off` the error of the first gradient. `constant rate`: the same for a body that
+was trained without the toy's schedule, and reached a lower loss. `optimum`: a readout of one
+constant feature that begins at the frequencies of the characters, 60 steps of 65,536. `loss` is in
+nats above the entropy. `ReLU net`: 400 steps in FP16 under `as_gpu`; `same` says after how many
+steps the weights first differ from H100's. `GPT`: 60 steps of all of `char_lm`. Operands are E4M3
+and gradients E5M2, each tensor with one scale, apart from rows that say FP32 or FP16; `rounded` is
+the H100 with its thirteen bits rounded to nearest.
 """
 from contextlib import nullcontext
 from functools import lru_cache
@@ -23,12 +25,14 @@ from mpcourse.toys import batches, evaluate, fit, get_toy
 
 H100 = Core(32, 13, 13)
 ROUNDED = Core(32, 13, 13, rounding='nearest')
-SUMS = {'casts alone': None, 'H100': ('H100',), 'H100, FP32 each 128': ('H100', 128), 'H100, rounded': (ROUNDED,)}
+SUMS = {'casts alone': None, 'H100': ('H100',), 'H100, FP32 each 128': ('H100', 128),
+        'H100, rounded': (ROUNDED,)}
 ROWS = [f'readout 65536: {s}' for s in ('FP32', 'FP32, only the cut', *SUMS)]
 ROWS += [f'constant rate 65536: {s}' for s in ('FP32', 'casts alone', 'H100')]
 ROWS += [f'readout {n}: {s}' for n in (16384, 4096) for s in ('FP32', 'casts alone', 'H100')]
 ROWS += [f'readout 16384: {s}' for s in ('FP16', 'FP16, FP16 sums')]
-ROWS += [f'optimum: {s}' for s in ('FP32', 'FP32, only the cut', 'casts alone', 'H100', 'H100, FP32 each 128')]
+ROWS += [f'optimum: {s}'
+         for s in ('FP32', 'FP32, only the cut', 'casts alone', 'H100', 'H100, FP32 each 128')]
 ROWS += [f'ReLU net: {s}' for s in ('FP32 sums', 'V100', 'A100', 'H100', 'B200')]
 ROWS += [f'GPT: {s}' for s in ('FP32', 'casts alone', 'H100')]
 SEEDS = range(5)
@@ -76,7 +80,8 @@ def body(seed, constant):
     @torch.no_grad()
     def features(x, y):
         seen = []
-        for part in x.split(256): seen.append(model.ln(model.blocks(model.tok(part) + model.pos.weight)).flatten(0, 1))
+        for part in x.split(256):
+            seen.append(model.ln(model.blocks(model.tok(part) + model.pos.weight)).flatten(0, 1))
         return torch.cat(seen), y.flatten()
     gen = torch.Generator().manual_seed(seed)
     i = torch.randint(len(data.train[0]), (4096,), generator=gen)
@@ -98,7 +103,8 @@ def readout(n, sums, seed, constant=False):
     off = None
     for step in range(40):
         part = slice(step*n % len(x), step*n % len(x) + n)
-        if off is None: exact, = torch.autograd.grad(F.cross_entropy(F.linear(x[part], w, b), y[part]), w)
+        if off is None:
+            exact, = torch.autograd.grad(F.cross_entropy(F.linear(x[part], w, b), y[part]), w)
         opt.zero_grad()
         F.cross_entropy(Readout.apply(x[part], w, sums) + b, y[part]).backward()
         if off is None: off = ((w.grad - exact).norm()/exact.norm()).item()
@@ -125,7 +131,8 @@ def optimum(sums, seed):
         opt.step()
         schedule.step()
     q = w.detach().double()[:, 0].softmax(0)
-    return dict(loss=(p*(p/q).log()).sum().item(), rare=(q[p < 1e-3].sum()/p[p < 1e-3].sum()).item())
+    return dict(loss=(p*(p/q).log()).sum().item(),
+                rare=(q[p < 1e-3].sum()/p[p < 1e-3].sum()).item())
 
 
 def fp16_steps(gpu, seed):
@@ -141,7 +148,8 @@ def fp16_steps(gpu, seed):
         opt.step()
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         return loss.detach()
-    losses = fit(model, batches(toy.data(), toy.bs, 400, seed), toy.opt(model.parameters()), toy.loss_func, step)['loss']
+    losses = fit(model, batches(toy.data(), toy.bs, 400, seed), toy.opt(model.parameters()),
+        toy.loss_func, step)['loss']
     return losses, torch.stack(weights), evaluate(model, toy.data(), toy.loss_func)['acc']
 
 
@@ -155,8 +163,10 @@ def relu_net(gpu, seed):
     apart = (weights != reference).any(1).nonzero()
     parted = [i for i, (a, b) in enumerate(zip(losses, others)) if a != b]
     distance = ((weights - reference).norm(dim=1)/reference.norm(dim=1)).tolist()
-    return dict(loss=sum(losses[-20:])/20, accuracy=accuracy, same=apart[0].item() if len(apart) else 400,
-                same_loss=parted[0] if parted else 400, after_10=distance[9], after_400=distance[-1])
+    return dict(loss=sum(losses[-20:])/20, accuracy=accuracy,
+                same=apart[0].item() if len(apart) else 400,
+                same_loss=parted[0] if parted else 400, after_10=distance[9],
+                after_400=distance[-1])
 
 
 def gpt(sums, seed):
@@ -169,7 +179,8 @@ def gpt(sums, seed):
         opt.step()
         return loss.detach()
     model = toy.model(seed)
-    losses = fit(model, batches(toy.data(), toy.bs, 60, seed), toy.opt(model.parameters()), step=step)['loss']
+    losses = fit(model, batches(toy.data(), toy.bs, 60, seed), toy.opt(model.parameters()),
+        step=step)['loss']
     return dict(loss=sum(losses[-10:])/10)
 
 

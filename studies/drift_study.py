@@ -1,10 +1,11 @@
 """Does the right scale move far enough during a training to matter? (chapter 19)
 
-The ReLU net learns 128 digits by heart with Adam (eps 2^-70), so its loss, and its gradients, go to zero.
-`zero`: as it is. `hot`: at fifteen times the learning rate. `cold`: the loss is multiplied by a temperature
-that falls from 1 to 2^-40 in the first half; `cold, quick Adam`: the same with betas of .5 and .9, since
-Adam's usual beta2 of .999 forgets one octave in 1,386 steps. A measured scale is a constant that lifts the
-largest gradient of the first batch to 2^10, or to 2^13; `measured anew` measures it on every 25th batch again.
+The ReLU net learns 128 digits by heart with Adam (eps 2^-70), so its loss, and its gradients, go
+to zero. `zero`: as it is. `hot`: at fifteen times the learning rate. `cold`: the loss is
+multiplied by a temperature that falls from 1 to 2^-40 in the first half; `cold, quick Adam`: the
+same with betas of .5 and .9, since Adam's usual beta2 of .999 forgets one octave in 1,386 steps. A
+measured scale is a constant that lifts the largest gradient of the first batch to 2^10, or to
+2^13; `measured anew` measures it on every 25th batch again.
 """
 from dataclasses import replace
 from functools import partial
@@ -75,7 +76,8 @@ def step_for(policy, toy, seed):
     made = POLICIES[policy]
     if not isinstance(made, float): return MixedStep(made())
     first = next(iter(batches(toy.data(), toy.bs, 1, seed)))
-    return MixedStep(StaticScaler.measured(toy.model(seed), first, get_toy(toy.name).loss_func, made))
+    return MixedStep(StaticScaler.measured(toy.model(seed), first, get_toy(toy.name).loss_func,
+                                           made))
 
 
 def run(row, seed):
@@ -87,8 +89,10 @@ def run(row, seed):
     log = torch.tensor(rec.amax).log2()
     log = log[log.isfinite()]
     loss = torch.tensor(got.loss*(2.**40 if 'cold' in kind else 1.)).log2()
-    return dict(rose=log.max() - log[0], fell=log.max() - log[-20:].median(), loss=loss, acc=got.acc,
-                scale=torch.tensor(got.history['scale'][-1]).log2(), skipped=sum(got.history['skipped']))
+    return dict(rose=log.max() - log[0], fell=log.max() - log[-20:].median(), loss=loss,
+                acc=got.acc,
+                scale=torch.tensor(got.history['scale'][-1]).log2(),
+                skipped=sum(got.history['skipped']))
 
 
 if __name__ == '__main__':

@@ -1,6 +1,8 @@
-"""Do masters that are taken before the weights are rounded train better than those taken after? (chapter 07)
+"""Do masters that are taken before the weights are rounded train better than those taken after?
+(chapter 07)
 
-A row says when the FP32 copy is taken. A training of the deep sigmoid net has 300 steps of 128 digits, S = 2^11.
+A row says when the FP32 copy is taken. A training of the deep sigmoid net has 300 steps of 128
+digits, S = 2^11.
 """
 import torch, torch.nn.functional as F
 
@@ -17,7 +19,8 @@ def run(row, seed):
     master = deep_sigmoid(seed)
     if row == 'after rounding': master = master.half().float()
     opt = torch.optim.Adam(master.parameters(), lr=6e-3)
-    with fp32_accumulate(): losses = train_fp16(master, opt, batches(digits(), 128, 300, seed), F.cross_entropy)
+    with fp32_accumulate():
+        losses = train_fp16(master, opt, batches(digits(), 128, 300, seed), F.cross_entropy)
     return dict(loss=sum(losses[-20:])/20)
 
 

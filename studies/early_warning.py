@@ -1,9 +1,10 @@
 """Which rule warns of a training that FP16 harms, and which cries wolf? (chapter 17)
 
-A row is a training. In every tenth step before the update a collector looks at the gradients, and a replay of the batch in FP32
-says what was flushed. For each rule and each threshold the result names the first step at which it would have warned (NaN:
-never); each rule sees the past only. Harmed: the drawings have an error above .1; the GPT's loss ends .1 above FP32's; the other
-toys end above what FP32 reaches (chapter 03).
+A row is a training. In every tenth step before the update a collector looks at the gradients, and
+a replay of the batch in FP32 says what was flushed. For each rule and each threshold the result
+names the first step at which it would have warned (NaN: never); each rule sees the past only.
+Harmed: the drawings have an error above .1; the GPT's loss ends .1 above FP32's; the other toys
+end above what FP32 reaches (chapter 03).
 """
 from dataclasses import replace
 from math import log2, nan
@@ -18,10 +19,12 @@ from mpcourse.underflow import note_flushed
 
 import torch
 
-HEADS = replace(get_toy('relu_mlp'), name='two heads', data=drawings, model=two_heads, bs=256, steps=150, loss_func=heads_loss,
+HEADS = replace(get_toy('relu_mlp'), name='two heads', data=drawings, model=two_heads, bs=256,
+                steps=150, loss_func=heads_loss,
                 opt=lambda ps: torch.optim.Adam(ps, lr=3e-3))
 GPT = replace(get_toy('char_lm'), name='GPT', steps=100)
-TOYS = {'heads': HEADS, 'GPT': GPT, 'ReLU net': get_toy('relu_mlp'), 'CNN': get_toy('cnn'), 'towers': get_toy('two_towers')}
+TOYS = {'heads': HEADS, 'GPT': GPT, 'ReLU net': get_toy('relu_mlp'), 'CNN': get_toy('cnn'),
+        'towers': get_toy('two_towers')}
 # toy, scale or policy, divisor of the loss, whether ten bad batches come at step 30
 ROWS = {'heads, scale 1': ('heads', 1., 1, False), 'heads, scale 4': ('heads', 4., 1, False),
         'heads, scale 2^12': ('heads', 2.**12, 1, False),
@@ -34,7 +37,8 @@ ROWS = {'heads, scale 1': ('heads', 1., 1, False), 'heads, scale 4': ('heads', 4
         'towers, storm, static': ('towers', 2.**16, 1024, True)}
 SEEDS = range(6)
 EVERY = 10
-GRID = {'flushed, weights': (.025, .05, .1, .2, .4), 'flushed, outputs': (.1, .2, .3, .4, .5, .6, .7, .8, .9),
+GRID = {'flushed, weights': (.025, .05, .1, .2, .4),
+        'flushed, outputs': (.1, .2, .3, .4, .5, .6, .7, .8, .9),
         'flushed, worst output': (.3, .5, .7, .8, .9, .95, .99, .999), 'zeros rose, weights': (.05, .1, .2, .3, .4),
         'zeros rose, outputs': (.05, .1, .2, .3, .4), 'zeros, outputs': (.2, .3, .4, .5, .6, .7, .8, .9),
         'zeros, worst output': (.3, .5, .7, .8, .9, .95, .99, .999),
@@ -60,13 +64,15 @@ def rises(values):
 
 def trained(toy, policy, divisor, storm, seed):
     "Series of what was collected, history of the steps, and the model"
-    step = MixedStep(get_policy(policy) if isinstance(policy, str) else StaticScaler(policy), clip=1. if storm else None)
+    step = MixedStep(get_policy(policy) if isinstance(policy, str) else StaticScaler(policy),
+                     clip=1. if storm else None)
     def loss_func(pred, y): return toy.loss_func(pred, y)/divisor
     model, series = toy.model(seed=seed), {k: [] for k in ('step', 'fw', 'fo', 'worst', 'zw', 'zo', 'zworst')}
     bad = [storm and 30 <= i < 40 for i in range(toy.steps)]
     data = [*corrupt_batches(batches(toy.data(), toy.bs, toy.steps, seed), bad, seed)]
     opt, history = toy.opt(model.parameters()), []
-    with TensorCollector(model, EVERY, ('weight_grad', 'activation_grad'), stats=('zeros', 'overflow'), scaler=step.scaler) as c:
+    with TensorCollector(model, EVERY, ('weight_grad', 'activation_grad'),
+                         stats=('zeros', 'overflow'), scaler=step.scaler) as c:
         def probed(model, xb, yb, opt, loss_func):
             note_flushed(c, (xb, yb), loss_func)
             return step(model, xb, yb, opt, loss_func)
@@ -76,8 +82,10 @@ def trained(toy, policy, divisor, storm, seed):
             if i % EVERY or rec['skipped']: return
             frame = c.frame(1)
             weights, outputs = frame[frame.kind == 'weight_grad'], frame[frame.kind == 'activation_grad']
-            found = dict(step=i, fw=weights.flushed.mean(), fo=outputs.flushed.mean(), worst=outputs.flushed.max(),
-                         zw=weights.zeros.mean(), zo=outputs.zeros.mean(), zworst=outputs.zeros.max())
+            found = dict(step=i, fw=weights.flushed.mean(), fo=outputs.flushed.mean(),
+                         worst=outputs.flushed.max(),
+                         zw=weights.zeros.mean(), zo=outputs.zeros.mean(),
+                         zworst=outputs.zeros.max())
             for k, v in found.items(): series[k].append(v)
         fit(model, data, opt, loss_func, probed, toy.schedule(toy.steps), look)
     return series, history, model
@@ -97,7 +105,8 @@ def run(row, seed):
     toy = TOYS[name]
     series, history, model = trained(toy, policy, divisor, storm, seed)
     out = dict(harmed=harm(name, toy, divisor, history, model, seed), steps=len(history))
-    found = {'flushed, weights': series['fw'], 'flushed, outputs': series['fo'], 'flushed, worst output': series['worst'],
+    found = {'flushed, weights': series['fw'], 'flushed, outputs': series['fo'],
+             'flushed, worst output': series['worst'],
              'zeros rose, weights': rises(series['zw']), 'zeros rose, outputs': rises(series['zo']), 'zeros, outputs': series['zo'],
              'zeros, worst output': series['zworst']}
     for rule, values in found.items():

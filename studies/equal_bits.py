@@ -1,9 +1,10 @@
 """When must two computations agree in every bit? (chapter 32)
 
-`split`: the course's GPT, trained in FP32, writes 60 characters after each of 48 beginnings, always the most probable one; each product is
-one sum, or four sums that are added up. Such a split depends on the size of the batch. `sampler`: the GPT draws 64 answers of 64
-characters in a format, and an FP32 copy of it is the trainer: how far apart are their probabilities? `silent`: a term with the root of
-zero in the loss, and a check that skips every step whose gradients are not finite.
+`split`: the course's GPT, trained in FP32, writes 60 characters after each of 48 beginnings,
+always the most probable one; each product is one sum, or four sums that are added up. Such a split
+depends on the size of the batch. `sampler`: the GPT draws 64 answers of 64 characters in a format,
+and an FP32 copy of it is the trainer: how far apart are their probabilities? `silent`: a term with
+the root of zero in the loss, and a check that skips every step whose gradients are not finite.
 """
 import copy
 import math
@@ -28,13 +29,16 @@ def e4m3_rows(w):
     scale = w.abs().amax(1, keepdim=True)/448
     return quantize(w/scale, 'e4m3')*scale
 
-SPLIT = {'BF16': dict(store=bf16, part=bf16), 'FP16': dict(store=fp16, part=fp16), 'FP32': {}, 'BF16, sums kept in FP32': dict(store=bf16),
+SPLIT = {'BF16': dict(store=bf16, part=bf16), 'FP16': dict(store=fp16, part=fp16), 'FP32': {},
+         'BF16, sums kept in FP32': dict(store=bf16),
          'BF16, the same split': dict(store=bf16, part=bf16, first=4)}
-SAMPLER = {'BF16': dict(weights=bf16, acts=bf16), 'FP16': dict(weights=fp16, acts=fp16), 'E4M3 weights': dict(weights=e4m3, acts=bf16),
+SAMPLER = {'BF16': dict(weights=bf16, acts=bf16), 'FP16': dict(weights=fp16, acts=fp16),
+           'E4M3 weights': dict(weights=e4m3, acts=bf16),
            'E4M3 matrices': dict(weights=lambda w: e4m3(w) if w.ndim > 1 else bf16(w), acts=bf16),
            'E4M3 matrices, a scale for each row': dict(weights=lambda w: e4m3_rows(w) if w.ndim > 1 else bf16(w), acts=bf16),
            'only the logits BF16': dict(logits=bf16)}
-SILENT = {'healthy': dict(term=None), 'the root of zero': {}, 'the root of zero, no check': dict(check=False), 'the root of q + 1e-8': dict(term='epsilon')}
+SILENT = {'healthy': dict(term=None), 'the root of zero': {},
+          'the root of zero, no check': dict(check=False), 'the root of q + 1e-8': dict(term='epsilon')}
 KINDS = dict(split=SPLIT, sampler=SAMPLER, silent=SILENT)
 ROWS = {f'{kind}: {name}': (kind, kw) for kind, rows in KINDS.items() for name, kw in rows.items()}
 SEEDS = range(10)
@@ -45,7 +49,8 @@ SEEDS = range(10)
 def trained(number):
     "The GPT after 300 steps in FP32"
     net = char_transformer(seed=number)
-    fit(net, batches(char_text(), 32, 300, number), torch.optim.AdamW(net.parameters(), 3e-3), cross_entropy, plain_step)
+    fit(net, batches(char_text(), 32, 300, number), torch.optim.AdamW(net.parameters(), 3e-3),
+        cross_entropy, plain_step)
     return net.eval()
 
 
@@ -86,7 +91,8 @@ def split(number, store=exact, part=exact, first=1, prompts=48):
     x = x[::len(x)//prompts][:prompts]
     parted = (written(one, x) != written(four, x)).any(1)
     a, b = one(x).log_softmax(-1), four(x).log_softmax(-1)
-    return dict(parted=parted.sum().item(), equal=(a == b).float().mean().item(), apart=(a - b).std().item())
+    return dict(parted=parted.sum().item(), equal=(a == b).float().mean().item(),
+                apart=(a - b).std().item())
 
 
 @torch.no_grad()
@@ -97,7 +103,8 @@ def sampler(number, weights=exact, acts=exact, logits=exact, answers=64, length=
     draws = copy.deepcopy(trainer)
     for p in draws.parameters(): p.copy_(weights(p))
     for m in draws.modules():
-        if isinstance(m, (nn.Linear, nn.LayerNorm, nn.Embedding)): m.register_forward_hook(lambda m, args, out: acts(out))
+        if isinstance(m, (nn.Linear, nn.LayerNorm, nn.Embedding)):
+            m.register_forward_hook(lambda m, args, out: acts(out))
     x = char_text().valid[0][:answers]
     drawn = []
     for _ in range(length):
@@ -105,12 +112,14 @@ def sampler(number, weights=exact, acts=exact, logits=exact, answers=64, length=
         new = torch.multinomial(log_p.exp(), 1, generator=g)
         drawn.append(log_p.gather(1, new))
         x = torch.cat([x, new], 1)
-    true = [trainer(x[:, t:t + 64])[:, -1].log_softmax(-1).gather(1, x[:, t + 64:t + 65]) for t in range(length)]
+    true = [trainer(x[:, t:t + 64])[:, -1].log_softmax(-1).gather(1, x[:, t + 64:t + 65])
+            for t in range(length)]
     log_ratio = torch.cat(true, 1) - torch.cat(drawn, 1)
     answer = log_ratio.sum(1)
     ratio = answer.exp()
     share = ratio.sum()**2/(answers*ratio.square().sum())
-    return dict(token=log_ratio.std().item(), answer=answer.std().item(), effective=share.item(), cut=(ratio > 2).float().mean().item())
+    return dict(token=log_ratio.std().item(), answer=answer.std().item(), effective=share.item(),
+                cut=(ratio > 2).float().mean().item())
 
 
 def silent(number, term='root', check=True, steps=60):

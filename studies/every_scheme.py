@@ -1,10 +1,12 @@
 """Which scheme trains which net as FP32 does? Nine nets, twenty schemes, ten seeds (chapter 33)
 
-A row is a net and a scheme of `mpcourse.compare`, on quiet data: no bad batch. *half a million tokens*: the loss of
-the net on text is divided by 512, as a mean over so many micro-batches divides it, and Adam's epsilon with it, so that
-FP32 trains as before. *Xavier*: the initialization that `studies/sigmoid_init.py` tried. The score is the loss on new
-data, for the two heads the error of the drawing; NaN where a scheme refuses the net. `FP32 rounded once` is FP32 from
-weights that are rounded to FP16 before the first step. Four bits, the slowest to emulate, are tried on six nets.
+A row is a net and a scheme of `mpcourse.compare`, on quiet data: no bad batch. *half a million
+tokens*: the loss of the net on text is divided by 512, as a mean over so many micro-batches
+divides it, and Adam's epsilon with it, so that FP32 trains as before. *Xavier*: the initialization
+that `studies/sigmoid_init.py` tried. The score is the loss on new data, for the two heads the
+error of the drawing; NaN where a scheme refuses the net. `FP32 rounded once` is FP32 from weights
+that are rounded to FP16 before the first step. Four bits, the slowest to emulate, are tried on six
+nets.
 """
 import math
 from functools import partial
@@ -37,7 +39,8 @@ def xavier(seed):
 def heads(seed):
     "The net that reads a digit and draws it, judged by the drawing"
     data = drawings()
-    return Training(two_heads(seed), partial(Adam, lr=3e-3), heads_loss, lambda: batches(data, 256, 150, seed),
+    return Training(two_heads(seed), partial(Adam, lr=3e-3), heads_loss,
+                    lambda: batches(data, 256, 150, seed),
                     lambda model: heads_score(model, data)[1])
 
 
@@ -54,7 +57,8 @@ def recurrent(seed):
     "The next symbol of English text"
     data = char_text(64)
     with seeded(seed): model = Recurrent()
-    return Training(model, partial(Adam, lr=5e-3), cross_entropy, lambda: batches(data, 16, 150, seed),
+    return Training(model, partial(Adam, lr=5e-3), cross_entropy,
+                    lambda: batches(data, 16, 150, seed),
                     lambda model: evaluate(model, data)['loss'])
 
 
@@ -69,14 +73,17 @@ def summed(seed, n=4096):
             rows = torch.randint(n, (256,), generator=gen)
             yield x[rows], y[rows]
     def score(model): return F.mse_loss(model(x[n:]), y[n:]).item()
-    return Training(mlp([16, 128, 128, 1], seed=seed), partial(Adam, lr=3e-3), partial(F.mse_loss, reduction='sum'), drawn, score)
+    return Training(mlp([16, 128, 128, 1], seed=seed), partial(Adam, lr=3e-3),
+                    partial(F.mse_loss, reduction='sum'), drawn, score)
 
 
-NETS = {'text': lambda seed: toy_training('char_lm', seed, 100), 'text, half a million tokens': million,
+NETS = {'text': lambda seed: toy_training('char_lm', seed, 100),
+        'text, half a million tokens': million,
         'two heads': heads, 'CNN': lambda seed: toy_training('cnn', seed), 'two towers': lambda seed: toy_training('two_towers', seed, 300),
         'sigmoids': lambda seed: toy_training('deep_sigmoid', seed), 'sigmoids, Xavier': xavier, 'LSTM': recurrent, 'summed loss': summed}
 SLOW = 'text, half a million tokens', 'sigmoids', 'sigmoids, Xavier'           # no four bits there
-ROWS = [f'{net}: {scheme}' for net in NETS for scheme in SCHEMES if not (net in SLOW and 'NVFP4' in scheme)]
+ROWS = [f'{net}: {scheme}' for net in NETS for scheme in SCHEMES
+        if not (net in SLOW and 'NVFP4' in scheme)]
 SEEDS = range(10)
 
 

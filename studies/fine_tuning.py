@@ -1,8 +1,10 @@
-"""Does fine-tuning in few bits keep what FP32 learns, or are its steps rounded away? (chapters 07 and 21)
+"""Does fine-tuning in few bits keep what FP32 learns, or are its steps rounded away? (chapters 07
+and 21)
 
-A small GPT learns to predict the help texts of Python, then for 200 steps the source code of Python's library, with Adam and
-a small learning rate (or for fewer steps, where a row says so). Both passes are in FP32 (with masters, on weights rounded to
-BF16); a row says in which format the weights are kept between the steps, and at which rate.
+A small GPT learns to predict the help texts of Python, then for 200 steps the source code of
+Python's library, with Adam and a small learning rate (or for fewer steps, where a row says so).
+Both passes are in FP32 (with masters, on weights rounded to BF16); a row says in which format the
+weights are kept between the steps, and at which rate.
 """
 import inspect
 from functools import cache
@@ -52,10 +54,13 @@ def run(row, seed):
     old_text = get_toy('char_lm').data()
     before, old_before = evaluate(model, data)['loss'], evaluate(model, old_text)['loss']
 
-    def seen(): return {n: quantize(p, 'bf16') if 'masters' in kind else p for n, p in model.named_parameters()}
+    def seen():
+        return {n: quantize(p, 'bf16') if 'masters' in kind else p
+                for n, p in model.named_parameters()}
 
     def step(model, xb, yb, opt, loss_func):
-        low = {n: p + (q - p).detach() for (n, p), q in zip(model.named_parameters(), seen().values())}
+        low = {n: p + (q - p).detach()
+               for (n, p), q in zip(model.named_parameters(), seen().values())}
         loss = loss_func(functional_call(model, low, (xb,)), yb)
         opt.zero_grad()
         loss.backward()
@@ -73,7 +78,8 @@ def run(row, seed):
     steps = int(lr.split()[1]) if lr in SHORT else 200
     fit(model, batches(data, 16, steps, seed), opt, step=step)
     with torch.no_grad():
-        moved = torch.cat([(p != start[n]).flatten() for n, p in seen().items()]).float().mean().item()
+        moved = torch.cat([(p != start[n]).flatten()
+                           for n, p in seen().items()]).float().mean().item()
         for p, q in zip(model.parameters(), list(seen().values())): p.copy_(q)
     after, old_after = evaluate(model, data)['loss'], evaluate(model, old_text)['loss']
     return dict(before=before, after=after, moved=moved, old_before=old_before, old_after=old_after)

@@ -1,8 +1,9 @@
 """Which part of a recipe for four bits does a small net on text need? (chapter 28)
 
-Eight symbols to the next one: an embedding, a linear layer, two residual blocks, a readout; no attention. 400 steps of
-64 windows; the loss on 2,048 other windows. Every linear layer in four bits; `readout in FP32` leaves the last one out;
-`loss scale` is the sceptic's remedy: one constant in place of the tensor's number.
+Eight symbols to the next one: an embedding, a linear layer, two residual blocks, a readout; no
+attention. 400 steps of 64 windows; the loss on 2,048 other windows. Every linear layer in four
+bits; `readout in FP32` leaves the last one out; `loss scale` is the sceptic's remedy: one constant
+in place of the tensor's number.
 """
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -22,7 +23,8 @@ def block_scale(amax, top, fmt, tiles):
     return quantize((amax/fmt.max).clamp(min=2.**-9), 'e4m3')
 
 
-def with_scale(recipe, scale): return replace(recipe, **{k: replace(getattr(recipe, k), scale=scale) for k in 'xwg'})
+def with_scale(recipe, scale):
+    return replace(recipe, **{k: replace(getattr(recipe, k), scale=scale) for k in 'xwg'})
 def with_rounding(recipe, how): return replace(recipe, g=replace(recipe.g, rounding=how))
 def with_rows(recipe): return replace(recipe, w=replace(recipe.w, tile=(1, 16)))
 def without_rotation(recipe): return replace(recipe, transform=None)
@@ -36,24 +38,28 @@ FORMS = {'FP32': None, 'FP8, mx': RECIPES['mx'], 'NVFP4': FULL,
          'NVFP4, Hadamard only': replace(PLAIN, transform=FULL.transform),
          'MXFP4 up, nearest': with_rounding(MX, 'nearest'), 'MXFP4 up, stochastic': MX,
          'MXFP4 floor, nearest': FLOOR, 'MXFP4 floor, stochastic': with_rounding(FLOOR, 'stochastic')}
-KEPT = ['NVFP4', 'NVFP4 without stochastic rounding', 'NVFP4 without tensor scale', 'NVFP4, plain', 'MXFP4 up, nearest',
+KEPT = ['NVFP4', 'NVFP4 without stochastic rounding', 'NVFP4 without tensor scale', 'NVFP4, plain',
+        'MXFP4 up, nearest',
         'MXFP4 floor, nearest']
 SCALED = [f'NVFP4 without tensor scale; loss scale 2^{k}' for k in (10, 13)]
 ROWS = list(FORMS) + [f'{k}; readout in FP32' for k in KEPT] + SCALED
 SEEDS = range(8)
 
 
-def product_of(recipe): return torch.matmul if recipe is None else partial(fp8_matmul, recipe=recipe)
+def product_of(recipe):
+    return torch.matmul if recipe is None else partial(fp8_matmul, recipe=recipe)
 
 
 class Nets:
     "Nets for all seeds, side by side: each tensor has a first dimension for the seed"
     def __init__(self, seeds, d=64):
-        shapes = dict(emb=(96, 8), inp=(64, d), up0=(d, 2*d), down0=(2*d, d), up1=(d, 2*d), down1=(2*d, d), head=(d, 96))
+        shapes = dict(emb=(96, 8), inp=(64, d), up0=(d, 2*d), down0=(2*d, d), up1=(d, 2*d),
+                      down1=(2*d, d), head=(d, 96))
         gens = [torch.Generator().manual_seed(s) for s in seeds]
         def draw(name, a, b):
             size = 1. if name == 'emb' else (3*a)**-.5
-            return (size*torch.stack([torch.randn(a, b, generator=g) for g in gens])).requires_grad_()
+            return (size*torch.stack([torch.randn(a, b, generator=g)
+                                      for g in gens])).requires_grad_()
         self.params, self.n = {name: draw(name, *shape) for name, shape in shapes.items()}, len(gens)
 
     def __call__(self, x, product, head):
@@ -82,7 +88,8 @@ def losses(row, steps=400, lr=.01):
         w = torch.stack([windows[torch.randint(len(windows), (64,), generator=g)] for g in gens])
         opt.zero_grad()
         logits = nets(w[..., :8], product, head)
-        loss = F.cross_entropy(logits.flatten(0, 1), w[..., 8].flatten(), reduction='none').view(len(gens), -1).mean(1).sum()
+        loss = F.cross_entropy(logits.flatten(0, 1), w[..., 8].flatten(),
+                               reduction='none').view(len(gens), -1).mean(1).sum()
         (loss*scale).backward()
         for p in nets.params.values(): p.grad /= scale
         opt.step()

@@ -1,7 +1,10 @@
-"""What keeps a small net learning in four bits: blocks, stochastic rounding of gradients, or a readout in FP32? (chapter 28)
+"""What keeps a small net learning in four bits? (chapter 28)
 
-The net of the chapter's opening: eight symbols to the next one, 200 steps of 64 windows. Every linear layer has operands in
-E2M1, with one scale for the tensor or one for sixteen numbers (NVFP4). The loss is the mean of the last twenty.
+Blocks, stochastic rounding of gradients, or a readout in FP32?
+
+The net of the chapter's opening: eight symbols to the next one, 200 steps of 64 windows. Every
+linear layer has operands in E2M1, with one scale for the tensor or one for sixteen numbers
+(NVFP4). The loss is the mean of the last twenty.
 """
 from dataclasses import replace
 
@@ -78,7 +81,8 @@ class Cast(nn.Module):
 
 class Readout(nn.Linear):
     "Inputs and weights in E2M1; the gradient of the logits stays in FP32"
-    def forward(self, x): return F.linear(CastForward.apply(x), CastForward.apply(self.weight), self.bias)
+    def forward(self, x):
+        return F.linear(CastForward.apply(x), CastForward.apply(self.weight), self.bias)
 
 
 def isolated(row, seed):
@@ -108,7 +112,8 @@ def run(row, seed):
     windows, gen = char_text(9).train[0], torch.Generator().manual_seed(seed)
     data = (windows[torch.randint(len(windows), (64,), generator=gen)] for _ in range(STEPS))
     opt = torch.optim.Adam(model.parameters(), .001 if row.endswith(SLOWER) else .01)
-    losses = fit(model, ((w[:, :8], w[:, 8]) for w in data), opt, F.cross_entropy, schedule=lambda i: 1 - i/STEPS)['loss']
+    losses = fit(model, ((w[:, :8], w[:, 8]) for w in data), opt, F.cross_entropy,
+        schedule=lambda i: 1 - i/STEPS)['loss']
     return dict(loss=sum(losses[-20:])/20)
 
 

@@ -1,6 +1,7 @@
 """Does the course's GPT train with every product in E4M3, and what cures it? (chapter 27)
 
-`char_lm` of chapter 03, 80 steps. The loss is the mean of the last ten. All three products of a layer take E4M3 operands.
+`char_lm` of chapter 03, 80 steps. The loss is the mean of the last ten. All three products of a
+layer take E4M3 operands.
 """
 from mpcourse.fp8 import CastConfig, Recipe, fp32_scale, simulate_fp8
 from mpcourse.toys import batches, fit, get_toy
@@ -36,7 +37,8 @@ def run(row, seed):
     "Mean of the last ten training losses"
     if row == 'FP32': return train(None, seed)
     scale = {} if 'each' not in row else dict(scale=fp32_scale)
-    return train(Recipe(*[CastConfig('e4m3', **scale) for _ in range(3)]), seed, 2.**16 if '2^16' in row else 1.)
+    return train(Recipe(*[CastConfig('e4m3', **scale) for _ in range(3)]), seed,
+                 2.**16 if '2^16' in row else 1.)
 
 
 if __name__ == '__main__':

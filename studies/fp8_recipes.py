@@ -1,9 +1,11 @@
-"""Which toy parts the recipes for eight bits, and which does not? (chapter 27; on text: `fp8_text.py`)
+"""Which toy parts the recipes for eight bits, and which does not? (chapter 27; on text:
+`fp8_text.py`)
 
-`plain` and `outlier`: a small residual net learns what a fixed net computes, 400 steps, its error on new inputs; in
-`outlier` one input in sixteen is 2^16 times larger (or as it says), and a norm behind the first layer takes that out
-again. The last layer of this net stays in FP32. `unit` is the unit-scaled transformer of chapter 26, with a learning
-rate of its own: compare it with its own FP32. No net here but `unit` has attention; there its products are converted too.
+`plain` and `outlier`: a small residual net learns what a fixed net computes, 400 steps, its error
+on new inputs; in `outlier` one input in sixteen is 2^16 times larger (or as it says), and a norm
+behind the first layer takes that out again. The last layer of this net stays in FP32. `unit` is
+the unit-scaled transformer of chapter 26, with a learning rate of its own: compare it with its own
+FP32. No net here but `unit` has attention; there its products are converted too.
 """
 import torch, torch.nn.functional as F
 from torch import nn
@@ -12,11 +14,15 @@ from mpcourse.fp8 import CastConfig, Recipe, simulate_fp8
 from mpcourse.toys import batches, char_text, fit, seeded
 
 E4M3 = Recipe(g=CastConfig('e4m3'))
-PLAIN = {'FP32': None, 'E4M3, no scale': E4M3, 'tensorwise': 'tensorwise', 'mx': 'mx', 'mx_floor': 'mx_floor'}
-OUTLIER = {'FP32': None} | {k: k for k in ('tensorwise', 'delayed', 'rowwise', 'block', 'mx', 'mx_floor')}
+PLAIN = {'FP32': None, 'E4M3, no scale': E4M3, 'tensorwise': 'tensorwise', 'mx': 'mx',
+         'mx_floor': 'mx_floor'}
+OUTLIER = {'FP32': None} | {k: k
+                            for k in ('tensorwise', 'delayed', 'rowwise', 'block', 'mx',
+                                      'mx_floor')}
 UNIT = {'FP32': None, 'E4M3, no scale': E4M3}
 SOME = {'FP32': None, 'tensorwise': 'tensorwise', 'mx': 'mx'}
-TASKS = dict(plain=PLAIN, outlier=OUTLIER, unit=UNIT) | {f'outlier 2^{k}': SOME for k in (8, 12, 14)}
+TASKS = dict(plain=PLAIN, outlier=OUTLIER,
+    unit=UNIT) | {f'outlier 2^{k}': SOME for k in (8, 12, 14)}
 ROWS = [f'{task}: {name}' for task, recipes in TASKS.items() for name in recipes]
 SEEDS = range(5)
 

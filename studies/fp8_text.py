@@ -1,7 +1,8 @@
 """What do the recipes for eight bits cost the course's GPT? (chapter 27)
 
-`char_lm` of chapter 03, 80 steps; the loss is the mean of the last ten. As in torchao and TransformerEngine, linear
-layers are converted and attention's two products are not, except where a row says `attention too`.
+`char_lm` of chapter 03, 80 steps; the loss is the mean of the last ten. As in torchao and
+TransformerEngine, linear layers are converted and attention's two products are not, except where a
+row says `attention too`.
 """
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ from fp8_opening import train
 from mpcourse.fp8 import RECIPES
 
 RECIPE = {k: k for k in ('tensorwise', 'delayed', 'rowwise', 'block', 'mx', 'mx_floor')}
-RECIPE |= {'mx_floor, readout in FP32': 'mx_floor', 'tensorwise, attention too': 'tensorwise', 'mx, attention too': 'mx'}
+RECIPE |= {'mx_floor, readout in FP32': 'mx_floor', 'tensorwise, attention too': 'tensorwise',
+           'mx, attention too': 'mx'}
 RECIPE |= {'mx_floor for gradients only': replace(RECIPES['mx'], g=RECIPES['mx_floor'].g)}
 ROWS = ['gpt: FP32', *[f'gpt: {name}' for name in RECIPE]]
 SEEDS = range(5)

@@ -1,8 +1,10 @@
-"""A GPT with half a million tokens a step: does it learn in FP16 without a scale? (chapters 05 and 08)
+"""A GPT with half a million tokens a step: does it learn in FP16 without a scale? (chapters 05 and
+08)
 
-As in nanoGPT, a step adds up the gradients of many micro-batches, and the loss of each is divided by their number. Here a
-step has 512 different micro-batches of 16 windows of 64 symbols, and a training 100 such steps: a quarter of an hour of one
-core for each row. `studies/large_batch.py` has ten seeds of a shortcut.
+As in nanoGPT, a step adds up the gradients of many micro-batches, and the loss of each is divided
+by their number. Here a step has 512 different micro-batches of 16 windows of 64 symbols, and a
+training 100 such steps: a quarter of an hour of one core for each row. `studies/large_batch.py`
+has ten seeds of a shortcut.
 """
 import torch
 from torch.func import functional_call
@@ -10,7 +12,8 @@ from torch.func import functional_call
 from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, fit, get_toy
 
-PASSES = {'FP32': (torch.float32, 1.), 'FP16, scale 1': (torch.float16, 1.), 'FP16, scale 2^15': (torch.float16, 2.**15)}
+PASSES = {'FP32': (torch.float32, 1.), 'FP16, scale 1': (torch.float16, 1.),
+          'FP16, scale 2^15': (torch.float16, 2.**15)}
 ROWS = list(PASSES)
 SEEDS = range(1)
 STEPS, PARTS = 100, 512
@@ -38,7 +41,8 @@ def run(row, seed):
     model = toy.model(seed=seed, device='cpu')
     data = batches(toy.data(device='cpu'), 16*PARTS, STEPS, seed)
     with fp32_accumulate():
-        losses = fit(model, data, toy.opt(model.parameters()), toy.loss_func, accumulate(*PASSES[row]), toy.schedule(STEPS))['loss']
+        losses = fit(model, data, toy.opt(model.parameters()), toy.loss_func,
+            accumulate(*PASSES[row]), toy.schedule(STEPS))['loss']
     return dict(after_25=losses[24], after_50=losses[49], loss=sum(losses[-20:])/20)
 
 

@@ -1,8 +1,9 @@
 """Does a mean over many tokens keep a GPT from learning in FP16? (chapters 05 and 08)
 
-The loss of a step is a mean over its tokens, so each token's gradient is smaller the more there are. To try half a million
-tokens in seconds, all micro-batches of a step are here one and the same: their gradients are equal, so a step needs one of
-them, of 1,024 tokens, whose loss is divided by the number of micro-batches and whose gradient is multiplied by it.
+The loss of a step is a mean over its tokens, so each token's gradient is smaller the more there
+are. To try half a million tokens in seconds, all micro-batches of a step are here one and the
+same: their gradients are equal, so a step needs one of them, of 1,024 tokens, whose loss is
+divided by the number of micro-batches and whose gradient is multiplied by it.
 `studies/half_million.py` does the same with different micro-batches, and takes an hour.
 """
 from dataclasses import replace
@@ -35,7 +36,8 @@ def run(row, seed):
     if row == 'FP32': scale = 1.
     if 'scale' in row: scale *= 2.**15
     if 'flush' in row: toy = flushing(toy)
-    with fp32_accumulate(): return dict(loss=train_toy(toy, half_pass(dtype, scale), seed, steps=100).loss)
+    with fp32_accumulate():
+        return dict(loss=train_toy(toy, half_pass(dtype, scale), seed, steps=100).loss)
 
 
 if __name__ == '__main__':

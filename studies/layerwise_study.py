@@ -1,9 +1,11 @@
-"""Does a factor for each layer lose fewer gradients than one scale for all, and train better? (chapter 20)
+"""Does a factor for each layer lose fewer gradients than one scale for all, and train better?
+(chapter 20)
 
-Four nets: eight sigmoid layers, 24 of them (which learn in no format), convolutions, a small transformer.
-Every twenty steps the batch's gradient is computed in FP32, too; a weight's flushed share is the share of
-its gradient that is zero in FP16 only. `worst`: of the layer that loses most, on average over the training.
-`measured`: the largest gradient of the first batch lies at 2^13.
+Four nets: eight sigmoid layers, 24 of them (which learn in no format), convolutions, a small
+transformer. Every twenty steps the batch's gradient is computed in FP32, too; a weight's flushed
+share is the share of its gradient that is zero in FP16 only. `worst`: of the layer that loses
+most, on average over the training. `measured`: the largest gradient of the first batch lies at
+2^13.
 """
 import time
 from dataclasses import replace
@@ -19,15 +21,18 @@ from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
 from mpcourse.toys import batches, deep_sigmoid, get_toy, plain_step, train_toy
 
-NETS = {'8 sigmoids': (get_toy('deep_sigmoid'), 600), 'CNN': (get_toy('cnn'), 200), 'text': (get_toy('char_lm'), 150),
-        '24 sigmoids': (replace(get_toy('deep_sigmoid'), model=partial(deep_sigmoid, depth=24)), 100)}
+NETS = {'8 sigmoids': (get_toy('deep_sigmoid'), 600), 'CNN': (get_toy('cnn'), 200),
+        'text': (get_toy('char_lm'), 150),
+        '24 sigmoids': (replace(get_toy('deep_sigmoid'), model=partial(deep_sigmoid, depth=24)),
+                        100)}
 measured = partial(StaticScaler.measured, target=2.**13)
 
 
 def layerwise(model, batch, loss_func, **config):
     "Measured factors, and the loss scale of the row `measured`"
     start = max(1., measured(model, batch, loss_func).scale.item())
-    return LayerwiseScaler.measured(model, batch, loss_func, **{'init_scale': start, 'cap': 2.**100, **config})
+    return LayerwiseScaler.measured(model, batch, loss_func,
+                                    **{'init_scale': start, 'cap': 2.**100, **config})
 
 
 SCHEMES = {'FP32': None, 'static 1': lambda *_: StaticScaler(1.), 'measured': measured,

@@ -1,10 +1,12 @@
 """Does a larger batch ruin a training in eight bits without a scale? (chapter 25)
 
-A net predicts the next letter from eight: an embedding, a linear layer, one residual block, a readout; Adam, 80 steps.
-The products of its linear layers have operands in E4M3 and gradients in E5M2; no scale anywhere. A row is a form and the
-number of targets over which the loss is a mean. *Times one constant*: the loss is multiplied by n·V/√(V - 1), for n
-targets and V letters, with which the logits' gradient has size one. *Only the flush*: FP32, in which the gradients of
-the linear layers' outputs that E5M2 would round to zero become zero. *Unit-scaled*: two factors for each op, no scale.
+A net predicts the next letter from eight: an embedding, a linear layer, one residual block, a
+readout; Adam, 80 steps. The products of its linear layers have operands in E4M3 and gradients in
+E5M2; no scale anywhere. A row is a form and the number of targets over which the loss is a mean.
+*Times one constant*: the loss is multiplied by n·V/√(V - 1), for n targets and V letters, with
+which the logits' gradient has size one. *Only the flush*: FP32, in which the gradients of the
+linear layers' outputs that E5M2 would round to zero become zero. *Unit-scaled*: two factors for
+each op, no scale.
 """
 import torch, torch.nn.functional as F
 from torch import nn
@@ -13,7 +15,8 @@ from mpcourse.rounding import quantize
 from mpcourse.toys import char_text, seeded
 from mpcourse.unit import residual_add, residual_split, scaled, unit_cross_entropy, unit_embedding, unit_gelu
 
-FORMS = ('FP32', 'FP8', 'FP8, times one constant', 'FP32, only the flush', 'unit-scaled FP32', 'unit-scaled FP8')
+FORMS = ('FP32', 'FP8', 'FP8, times one constant', 'FP32, only the flush', 'unit-scaled FP32',
+         'unit-scaled FP8')
 SIZES = (32, 512, 4096)
 ROWS = [f'{form}: {n}' for form in FORMS for n in SIZES]
 SEEDS = range(10)
@@ -55,7 +58,8 @@ class Regular(nn.Module):
     def __init__(self, product):
         super().__init__()
         self.product, self.table = product, nn.Embedding(V, 8)
-        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in ((64, D), (D, 2*D), (2*D, D), (D, V)))
+        self.layers = nn.ModuleList(nn.Linear(i, o)
+                                    for i, o in ((64, D), (D, 2*D), (2*D, D), (D, V)))
         self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(2))
 
     def forward(self, ids):
@@ -70,12 +74,14 @@ class Unit(nn.Module):
     def __init__(self, product):
         super().__init__()
         self.product, self.table = product, nn.Parameter(torch.randn(V, 8))
-        self.ws = nn.ParameterList(torch.randn(o, i) for i, o in ((64, D), (D, 2*D), (2*D, D), (D, V)))
+        self.ws = nn.ParameterList(torch.randn(o, i)
+                                   for i, o in ((64, D), (D, 2*D), (2*D, D), (D, V)))
 
     def forward(self, ids):
         def linear(i, x, a=None):
             w = self.ws[i]
-            a = a or (w.shape[0]*w.shape[1])**-.25          # one factor, forward and backward; the weight has its own
+            # one factor, forward and backward; the weight has its own
+            a = a or (w.shape[0]*w.shape[1])**-.25
             return scaled(self.product(x, scaled(w, 1., len(x)**-.5/a)), a, a)
         x = linear(0, unit_embedding(ids, self.table).flatten(1))
         branch, skip = residual_split(x, .5)

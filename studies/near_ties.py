@@ -1,10 +1,12 @@
 """Where does a rounding decide, and always the same way? (chapter 31)
 
-`positions`: one attention layer with rotary positions learns to say what stood three places before; its 64 places start at P. The angles
-are computed in a format. `ties`: one attention in BF16 over 4,000 queries; k keys share the largest score. `shared`: how many of 20,000
-queries have two keys with the largest score, if scores are normal numbers? `choice`: 8 of 256 experts for 4,096 tokens; the scores are
-random numbers, and no router is trained. `counts`: tokens of each of 256 experts, counted by 64 ranks and summed in BF16. `balance`: the
-bias that balances 32 experts, moved by .001 a step for 3,000 steps. Everything else computes in FP32.
+`positions`: one attention layer with rotary positions learns to say what stood three places
+before; its 64 places start at P. The angles are computed in a format. `ties`: one attention in
+BF16 over 4,000 queries; k keys share the largest score. `shared`: how many of 20,000 queries have
+two keys with the largest score, if scores are normal numbers? `choice`: 8 of 256 experts for 4,096
+tokens; the scores are random numbers, and no router is trained. `counts`: tokens of each of 256
+experts, counted by 64 ranks and summed in BF16. `balance`: the bias that balances 32 experts,
+moved by .001 a step for 3,000 steps. Everything else computes in FP32.
 """
 import math
 
@@ -20,7 +22,8 @@ def bf16(x): return x.bfloat16().float()
 def fp16(x): return x.half().float()
 
 POSITIONS = {f'FP32, from {p:,}': dict(start=p) for p in (0, 4096, 16384)}
-POSITIONS |= {f'BF16, from {p:,}': dict(start=p, position=bf16, angle=bf16, table=bf16) for p in (0, 256, 1024, 4096, 16384)}
+POSITIONS |= {f'BF16, from {p:,}': dict(start=p, position=bf16, angle=bf16, table=bf16)
+              for p in (0, 256, 1024, 4096, 16384)}
 POSITIONS |= {
     'from 4,096, only the position in BF16': dict(position=bf16), 'from 4,096, only the angle in BF16': dict(angle=bf16),
     'from 4,096, only the frequencies in BF16': dict(frequency=bf16),
@@ -28,18 +31,24 @@ POSITIONS |= {
     'FP16, from 4,096': dict(position=fp16, angle=fp16),
     'BF16, from 0, 384 places': dict(start=0, position=bf16, angle=bf16, table=bf16, length=384), 'FP32, from 0, 384 places': dict(start=0, length=384)}
 TIES = {f'{k} at the maximum': dict(ties=k) for k in (1, 2, 3)}
-TIES |= {'2 at the maximum, FP32 result': dict(how='fp32'), '2 at the maximum, rounded by chance': dict(how='chance'),
+TIES |= {'2 at the maximum, FP32 result': dict(how='fp32'),
+         '2 at the maximum, rounded by chance': dict(how='chance'),
          '2 at the maximum, larger maximum': dict(how='larger'), '2 at the maximum, FP32 sum, rounded once': dict(how='once'),
          '2 at the maximum, larger rest': dict(rest=-3.), '2 at the maximum, FP16': dict(how='fp16')}
-SHARED = {f'{name} scores, {n:,} keys': dict(cast=cast, keys=n) for name, cast in dict(BF16=bf16, FP16=fp16, FP32=exact).items() for n in (64, 1024)}
-CHOICE = {'softmax': dict(score='softmax'), 'sigmoid': dict(score='sigmoid'), 'sigmoid, FP32 from the logits on': dict(score='sigmoid', given=exact),
+SHARED = {f'{name} scores, {n:,} keys': dict(cast=cast, keys=n)
+          for name, cast in dict(BF16=bf16, FP16=fp16, FP32=exact).items() for n in (64, 1024)}
+CHOICE = {'softmax': dict(score='softmax'), 'sigmoid': dict(score='sigmoid'),
+          'sigmoid, FP32 from the logits on': dict(score='sigmoid', given=exact),
           'softmax, FP16': dict(score='softmax', cast=fp16, given=fp16), 'sigmoid, FP16': dict(score='sigmoid', cast=fp16, given=fp16),
           'logits, no sigmoid': dict(score='logits')}
-COUNTS = {'BF16': dict(cast=bf16), 'FP16': dict(cast=fp16), 'FP32': dict(cast=exact), 'BF16, 640 subtracted before': dict(cast=bf16, less=640),
+COUNTS = {'BF16': dict(cast=bf16), 'FP16': dict(cast=fp16), 'FP32': dict(cast=exact),
+          'BF16, 640 subtracted before': dict(cast=bf16, less=640),
           'BF16, totals spread by a tenth': dict(cast=bf16, spread=64)}
-BALANCE = {'FP32': {}, 'BF16 bias': dict(cast=bf16), 'BF16 bias, rounded by chance': dict(cast='chance'),
+BALANCE = {'FP32': {}, 'BF16 bias': dict(cast=bf16),
+           'BF16 bias, rounded by chance': dict(cast='chance'),
            'FP16 bias': dict(cast=fp16), 'BF16 bias, rate .004': dict(cast=bf16, rate=4e-3), 'FP32, rate .004': dict(rate=4e-3)}
-KINDS = dict(positions=POSITIONS, ties=TIES, shared=SHARED, choice=CHOICE, counts=COUNTS, balance=BALANCE)
+KINDS = dict(positions=POSITIONS, ties=TIES, shared=SHARED, choice=CHOICE, counts=COUNTS,
+             balance=BALANCE)
 ROWS = {f'{kind}: {name}': (kind, kw) for kind, rows in KINDS.items() for name, kw in rows.items()}
 SEEDS = range(10)
 
@@ -52,10 +61,12 @@ def turned(x, cos, sin):
     return torch.cat([a*cos - b*sin, a*sin + b*cos], -1)
 
 
-def positions(number, start=4096, position=exact, frequency=exact, angle=exact, table=exact, rest=exact, length=64, steps=250):
+def positions(number, start=4096, position=exact, frequency=exact, angle=exact, table=exact,
+              rest=exact, length=64, steps=250):
     "Accuracy over the last ten steps, and that of the last quarter of the places"
     g = torch.Generator().manual_seed(seed(number))
-    with seeded(number): symbol, qkv, out = nn.Embedding(SYMBOLS, WIDTH), nn.Linear(WIDTH, 3*WIDTH), nn.Linear(WIDTH, SYMBOLS)
+    with seeded(number):
+        symbol, qkv, out = nn.Embedding(SYMBOLS, WIDTH), nn.Linear(WIDTH, 3*WIDTH), nn.Linear(WIDTH, SYMBOLS)
     opt = torch.optim.Adam([p for m in (symbol, qkv, out) for p in m.parameters()], 1e-2)
     turns = frequency(1/10000**(torch.arange(0, WIDTH, 2)/WIDTH))
     places = position(start + torch.arange(length).float())
@@ -80,14 +91,17 @@ def ties(number, ties=2, how='bf16', rest=-12., keys=64, width=64, queries=4000)
     "Root mean square and mean of the relative error, and the share of it that a mean over the queries leaves"
     g = torch.Generator().manual_seed(seed(number))
     store = fp16 if how == 'fp16' else bf16
-    values = store(-1 - torch.rand(keys, width, generator=g))         # of one sign, as in a channel with a large mean
+    # of one sign, as in a channel with a large mean
+    values = store(-1 - torch.rand(keys, width, generator=g))
     scores = rest - 3*torch.rand(queries, keys, generator=g)
     places = torch.stack([torch.randperm(keys, generator=g)[:ties] for _ in range(queries)])
-    scores[torch.arange(queries)[:, None], places] = (.5 + 3*torch.rand(queries, 1, generator=g)).expand(-1, ties)
+    scores[torch.arange(queries)[:, None],
+        places] = (.5 + 3*torch.rand(queries, 1, generator=g)).expand(-1, ties)
     exact_weights = scores.double().softmax(-1)
     true = exact_weights @ values.double()
     top = scores.amax(-1, keepdim=True)
-    if how == 'larger': top = 2*top                                   # the weights are no longer 1, so they are rounded both ways
+    # the weights are no longer 1, so they are rounded both ways
+    if how == 'larger': top = 2*top
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
     if how == 'fp32': got = bf16(weights) @ values/total
@@ -99,7 +113,8 @@ def ties(number, ties=2, how='bf16', rest=-12., keys=64, width=64, queries=4000)
     else: got = bf16(bf16(bf16(weights) @ values)/total)
     error = (got.double() - true)/true.abs()
     rms = error.square().mean().sqrt()
-    return dict(rms=rms.item(), mean=error.mean().item(), left=(error.mean(0).square().mean().sqrt()/rms).item())
+    return dict(rms=rms.item(), mean=error.mean().item(),
+                left=(error.mean(0).square().mean().sqrt()/rms).item())
 
 
 def shared(number, cast, keys, queries=20_000):
@@ -119,13 +134,15 @@ def choice(number, score, cast=bf16, given=bf16, tokens=4096, experts=256, top=8
     best = scores.topk(top)
     same = (best.indices[:, :, None] == right[:, None]).any(-1)
     tie = (scores >= best.values[:, -1:]).sum(-1) > top
-    return dict(other=1 - same.all(-1).float().mean().item(), elsewhere=1 - same.float().mean().item(), ties=tie.float().mean().item())
+    return dict(other=1 - same.all(-1).float().mean().item(),
+                elsewhere=1 - same.float().mean().item(), ties=tie.float().mean().item())
 
 
 def counts(number, cast, less=0, spread=3, ranks=64, experts=256):
     "The share of experts whose bias moves the wrong way, or stands still, and how many different sums there are"
     g = torch.Generator().manual_seed(seed(number))
-    per_rank = 640 + torch.randint(-32, 33, (ranks, experts), generator=g).float() + spread*torch.randn(experts, generator=g).round()
+    per_rank = 640 + torch.randint(-32, 33, (ranks, experts),
+        generator=g).float() + spread*torch.randn(experts, generator=g).round()
     total = torch.zeros(experts)
     for c in per_rank: total = cast(total + c - less)
     true = per_rank.sum(0)
@@ -153,7 +170,8 @@ def balance(number, cast=exact, rate=1e-3, experts=32, top=4, width=16, tokens=5
 def run(row, seed):
     "The numbers of its kind"
     kind, kw = ROWS[row]
-    return dict(positions=positions, ties=ties, shared=shared, choice=choice, counts=counts, balance=balance)[kind](seed, **kw)
+    return dict(positions=positions, ties=ties, shared=shared, choice=choice, counts=counts,
+        balance=balance)[kind](seed, **kw)
 
 
 if __name__ == '__main__':

@@ -1,7 +1,9 @@
-"""Do schemes do on other nets what they do on those of chapter 33? Eleven nets that fail in other ways (chapter 34)
+"""Do schemes do on other nets what they do on those of chapter 33? Eleven nets that fail in other
+ways (chapter 34)
 
-These nets were written down before a rule of chapter 34's advisor was chosen, and are there to judge it. A row is a net
-and a scheme, as in `studies/every_scheme.py`; the score is the loss on new data.
+These nets were written down before a rule of chapter 34's advisor was chosen, and are there to
+judge it. A row is a net and a scheme, as in `studies/every_scheme.py`; the score is the loss on
+new data.
 """
 import math
 from functools import partial
@@ -18,7 +20,8 @@ from mpcourse.toys import batches, cross_entropy, digits, evaluate, fit, mlp, re
 def on_digits(model, seed, loss=cross_entropy, lr=3e-3, steps=120, opt=Adam, **how):
     "Digits, judged by the loss on new ones"
     data = digits()
-    return Training(model, partial(opt, lr=lr, **how), loss, lambda: batches(data, 128, steps, seed),
+    return Training(model, partial(opt, lr=lr, **how), loss,
+                    lambda: batches(data, 128, steps, seed),
                     lambda model: evaluate(model, data, loss)['loss'])
 
 
@@ -27,7 +30,8 @@ class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         self.flat, self.router = nn.Flatten(), nn.Linear(64, 4)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10)) for _ in range(4))
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+                                     for _ in range(4))
 
     def forward(self, x):
         x = self.flat(x)
@@ -38,7 +42,8 @@ class Experts(nn.Module):
 
 def experts(seed):
     "Experts whose router has a small loss of its own"
-    def loss(pred, y): return F.cross_entropy(pred[:, :10], y) + .01*4*pred[:, 10:].mean(0).square().sum()
+    def loss(pred, y):
+        return F.cross_entropy(pred[:, :10], y) + .01*4*pred[:, 10:].mean(0).square().sum()
     with seeded(seed): model = Experts()
     t = on_digits(model, seed, loss)
     data = digits()
@@ -77,7 +82,8 @@ def flow(seed):
         gen = torch.Generator().manual_seed(seed + 1000)
         for _ in range(150): yield moons(128, gen), torch.zeros(128)
     with seeded(seed): model = Flow()
-    return Training(model, partial(Adam, lr=3e-3), loss, drawn, lambda model: loss(model(new), None).item())
+    return Training(model, partial(Adam, lr=3e-3), loss, drawn,
+                    lambda model: loss(model(new), None).item())
 
 
 class FourPixels(nn.Module):
@@ -138,7 +144,8 @@ def of_numbers(model, seed, f, size=1., steps=200, loss=F.mse_loss, lr=3e-3, n=2
     def drawn():
         gen = torch.Generator().manual_seed(seed + 1000)
         for _ in range(steps): yield draw(128, gen)
-    return Training(model, partial(Adam, lr=lr), loss, drawn, lambda model: loss(model(x), y).item())
+    return Training(model, partial(Adam, lr=lr), loss, drawn,
+                    lambda model: loss(model(x), y).item())
 
 
 def outliers(seed):
@@ -170,24 +177,28 @@ def contrast(seed, temperature=.01):
     def loss(pred, y):
         a, b = F.normalize(pred, dim=1).chunk(2)
         return F.cross_entropy(a @ b.T/temperature, torch.arange(len(a)))
-    def views(x, gen): return torch.cat([x + .15*torch.randn(x.shape, generator=gen) for _ in range(2)])
+    def views(x, gen):
+        return torch.cat([x + .15*torch.randn(x.shape, generator=gen) for _ in range(2)])
     def drawn():
         gen = torch.Generator().manual_seed(seed)
         for x, y in batches(data, 128, 150, seed): yield views(x, gen), y
     new = views(data.valid[0], torch.Generator().manual_seed(0))
-    return Training(model, partial(Adam, lr=2e-3), loss, drawn, lambda model: loss(model(new), None).item())
+    return Training(model, partial(Adam, lr=2e-3), loss, drawn,
+                    lambda model: loss(model(new), None).item())
 
 
 def fine_tuned(seed):
     "A net that has learnt, and learns on from noisier pictures at a small rate"
     model = relu_mlp(seed)
-    with seeded(seed): fit(model, batches(digits(), 128, 150, seed), Adam(model.parameters(), lr=3e-3))
+    with seeded(seed):
+        fit(model, batches(digits(), 128, 150, seed), Adam(model.parameters(), lr=3e-3))
     def tilted(x): return x.transpose(-1, -2)
     data = digits()
     def drawn():
         for x, y in batches(data, 128, 200, seed): yield tilted(x), y
     x, y = data.valid
-    return Training(model, partial(Adam, lr=5e-5), cross_entropy, drawn, lambda model: cross_entropy(model(tilted(x)), y).item())
+    return Training(model, partial(Adam, lr=5e-5), cross_entropy, drawn,
+                    lambda model: cross_entropy(model(tilted(x)), y).item())
 
 
 class Residual(nn.Module):
@@ -195,7 +206,8 @@ class Residual(nn.Module):
     def __init__(self, d=64, blocks=12):
         super().__init__()
         self.inp, self.out = nn.Sequential(nn.Flatten(), nn.Linear(64, d)), nn.Linear(d, 10)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(d, d), nn.ReLU(), nn.Linear(d, d)) for _ in range(blocks))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(d, d), nn.ReLU(), nn.Linear(d, d))
+                                    for _ in range(blocks))
         for b in self.blocks: nn.init.normal_(b[2].weight, std=(2/d)**.5)
 
     def forward(self, x):
@@ -212,11 +224,13 @@ def residual(seed):
 
 def large_mean(seed, parts=2**12):
     "Digits, as one of 4,096 micro-batches"
-    t = on_digits(relu_mlp(seed), seed, lambda pred, y: cross_entropy(pred, y)/parts, eps=1e-8/parts)
+    t = on_digits(relu_mlp(seed), seed, lambda pred, y: cross_entropy(pred, y)/parts,
+                  eps=1e-8/parts)
     return t
 
 
-NETS = dict(experts=experts, flow=flow, pixels=pixels, tied=tied, focal=focal, outliers=outliers, prices=prices,
+NETS = dict(experts=experts, flow=flow, pixels=pixels, tied=tied, focal=focal, outliers=outliers,
+            prices=prices,
             contrast=contrast, fine_tuned=fine_tuned, residual=residual, large_mean=large_mean)
 ROWS = [f'{net}: {scheme}' for net in NETS for scheme in ('FP32', *STEPS, *STORED)]
 SEEDS = range(3)

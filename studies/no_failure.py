@@ -1,7 +1,7 @@
 """What does not fail? Six trainings in FP16 without a loss scale, beside FP32 (chapter 03)
 
-In the rows in FP16 both passes run in half precision, weights and optimizer in FP32. The score says how good the net is in
-the end, the higher the better.
+In the rows in FP16 both passes run in half precision, weights and optimizer in FP32. The score
+says how good the net is in the end, the higher the better.
 """
 import math
 from types import SimpleNamespace
@@ -21,7 +21,8 @@ def accuracy(model): return (model(NEW_X).argmax(1) == NEW_Y).float().mean().ite
 
 def classify(seed):
     "Digits, cross-entropy"
-    return SimpleNamespace(model=mlp([64, 128, 128, 10], seed=seed), x=X, y=Y, loss=lambda f, x, y: F.cross_entropy(f(x), y), score=accuracy)
+    return SimpleNamespace(model=mlp([64, 128, 128, 10], seed=seed), x=X, y=Y,
+                           loss=lambda f, x, y: F.cross_entropy(f(x), y), score=accuracy)
 
 
 def distil(seed, temperature=20.):
@@ -31,7 +32,8 @@ def distil(seed, temperature=20.):
     with torch.no_grad(): answers = F.softmax(teacher(X)/temperature, 1)
 
     def loss(f, x, y): return F.kl_div(F.log_softmax(f(x)/temperature, 1), y, reduction='batchmean')
-    return SimpleNamespace(model=mlp([64, 128, 128, 10], seed=seed), x=X, y=answers, loss=loss, score=accuracy)
+    return SimpleNamespace(model=mlp([64, 128, 128, 10], seed=seed), x=X, y=answers, loss=loss,
+                           score=accuracy)
 
 
 def contrast(seed, temperature=.07):
@@ -39,13 +41,15 @@ def contrast(seed, temperature=.07):
     gen = torch.Generator().manual_seed(seed)
 
     def loss(f, x, y):
-        views = [F.normalize(f(x + .15*torch.randn(x.shape, generator=gen).to(x)), dim=1) for _ in range(2)]
+        views = [F.normalize(f(x + .15*torch.randn(x.shape, generator=gen).to(x)), dim=1)
+                 for _ in range(2)]
         return F.cross_entropy(views[0] @ views[1].T/temperature, torch.arange(len(x)))
 
     def score(model):
         known, new = F.normalize(model(X), dim=1), F.normalize(model(NEW_X), dim=1)
         return (Y[(new @ known.T).argmax(1)] == NEW_Y).float().mean().item()
-    return SimpleNamespace(model=mlp([64, 128, 128, 32], seed=seed), x=X, y=Y, loss=loss, score=score)
+    return SimpleNamespace(model=mlp([64, 128, 128, 32], seed=seed), x=X, y=Y, loss=loss,
+                           score=score)
 
 
 def regress(seed, unit=.1):
@@ -54,7 +58,8 @@ def regress(seed, unit=.1):
     x = torch.randn(4096, 16, generator=gen)
     y = unit*(torch.sin(x @ torch.randn(16, generator=gen)) + .3*x[:, 0]*x[:, 1])[:, None]
     def score(model): return 1 - ((model(x) - y).norm()/y.norm()).item()
-    return SimpleNamespace(model=mlp([16, 128, 128, 1], seed=seed), x=x, y=y, loss=lambda f, x, y: F.mse_loss(f(x), y), score=score)
+    return SimpleNamespace(model=mlp([16, 128, 128, 1], seed=seed), x=x, y=y,
+                           loss=lambda f, x, y: F.mse_loss(f(x), y), score=score)
 
 
 def solve(seed):
@@ -70,7 +75,8 @@ def solve(seed):
         line = torch.linspace(0, 1, 101)[:, None]
         return 1 - (model(line) - torch.sin(math.pi*line)).abs().max().item()
     x = torch.rand(4096, 1, generator=torch.Generator().manual_seed(0))
-    return SimpleNamespace(model=mlp([1, 32, 32, 1], nn.Tanh, seed), x=x, y=x, loss=loss, score=score)
+    return SimpleNamespace(model=mlp([1, 32, 32, 1], nn.Tanh, seed), x=x, y=x, loss=loss,
+                           score=score)
 
 
 def field(seed, side=128):
@@ -80,10 +86,13 @@ def field(seed, side=128):
     waves = torch.cat([f(math.pi*2**k*x) for k in range(5) for f in (torch.sin, torch.cos)], 1)
     y = F.interpolate(X[:1], (side, side), mode='bilinear').flatten()[:, None]
     def score(model): return -math.log10(F.mse_loss(model(waves), y).item())
-    return SimpleNamespace(model=mlp([20, 64, 64, 1], seed=seed), x=waves, y=y, loss=lambda f, x, y: F.mse_loss(f(x), y), score=score, bs=side**2, steps=100)
+    return SimpleNamespace(model=mlp([20, 64, 64, 1], seed=seed), x=waves, y=y,
+                           loss=lambda f, x, y: F.mse_loss(f(x), y), score=score, bs=side**2,
+                           steps=100)
 
 
-KINDS = {'classification': classify, 'distillation, T = 20': distil, 'contrastive, temperature .07': contrast,
+KINDS = {'classification': classify, 'distillation, T = 20': distil,
+         'contrastive, temperature .07': contrast,
          'regression, small targets': regress, 'physics-informed': solve, 'neural field, 16,384 pixels a step': field}
 ROWS = [f'{kind}, {dtype}' for kind in KINDS for dtype in ('FP32', 'FP16')]
 SEEDS = range(10)

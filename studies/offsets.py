@@ -1,9 +1,11 @@
 """What does softmax not see, and which formats pay for it? (chapter 30)
 
-`logits`: the course's GPT, whose head adds one constant to all logits, 120 steps. `keys`: one attention layer that says what stood three
-places before, trained in FP32; then one vector is added to all its keys, and keys or scores are stored in a format. `variance`: digits, a
-normalization that computes the mean of x² minus the mean squared. `mask`: the GPT with padding on the left and large negative numbers in
-the masked scores. `scores`: the GPT at a rate of .1, where the scores grow. Everything else computes in FP32.
+`logits`: the course's GPT, whose head adds one constant to all logits, 120 steps. `keys`: one
+attention layer that says what stood three places before, trained in FP32; then one vector is added
+to all its keys, and keys or scores are stored in a format. `variance`: digits, a normalization
+that computes the mean of x² minus the mean squared. `mask`: the GPT with padding on the left and
+large negative numbers in the masked scores. `scores`: the GPT at a rate of .1, where the scores
+grow. Everything else computes in FP32.
 """
 import math
 
@@ -53,7 +55,8 @@ ROWS = {f'{kind}: {name}': (kind, kw) for kind, rows in KINDS.items() for name, 
 SEEDS = range(10)
 
 
-def logits(number, logits=exact, hidden=exact, head=exact, offset=700., centre=None, z=0., steps=120, read=None):
+def logits(number, logits=exact, hidden=exact, head=exact, offset=700., centre=None, z=0.,
+           steps=120, read=None):
     "Loss on new text, and the mean of the head's bias at the end"
     net = char_transformer(seed=number)
     nn.init.constant_(net.head.bias, offset)
@@ -76,7 +79,9 @@ def logits(number, logits=exact, hidden=exact, head=exact, offset=700., centre=N
         opt.step()
     logits = read or logits             # of the loss on new text
     x, y = char_text().valid
-    with torch.no_grad(): return dict(loss=cross_entropy(predicted(x[:64]), y[:64]).item(), offset=net.head.bias.mean().item())
+    with torch.no_grad():
+        return dict(loss=cross_entropy(predicted(x[:64]), y[:64]).item(),
+                    offset=net.head.bias.mean().item())
 
 
 # --- one layer of attention that copies ---
@@ -155,7 +160,8 @@ def normalized(x, how, cast, eps):
     return (x - m)*(variance + eps).rsqrt()
 
 
-def variance(number, how='one pass', cast=exact, enter=exact, mean=8., eps=1e-5, before=False, steps=150):
+def variance(number, how='one pass', cast=exact, enter=exact, mean=8., eps=1e-5, before=False,
+             steps=150):
     "Accuracy (0 where the loss was not finite), and the steps until then"
     with seeded(number): first, last = nn.Linear(64, 64), nn.Linear(64, 10)
     nn.init.constant_(first.bias, mean)
@@ -185,7 +191,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         b, t, d = x.shape
-        q, k, v = self.rest(self.qkv(x)).view(b, t, 3, self.heads, d//self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = self.rest(self.qkv(x)).view(b, t, 3, self.heads, d//self.heads).permute(2, 0, 3,
+            1, 4)
         if self.norm: q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
         scores = q @ k.mT*(d//self.heads)**-.5
         self.top = scores.detach().abs().max().item()
@@ -254,7 +261,8 @@ def shrink(attn, factor):
 def run(row, seed):
     "The numbers of its kind, one training"
     kind, kw = ROWS[row]
-    return dict(logits=logits, keys=keys, variance=variance, mask=mask, scores=scores)[kind](seed, **kw)
+    return dict(logits=logits, keys=keys, variance=variance, mask=mask, scores=scores)[kind](seed,
+        **kw)
 
 
 if __name__ == '__main__':

@@ -14,7 +14,8 @@ def patient_scaler(kind):
     "A dynamic scaler of some patience that starts at 2^24 and grows after 100 clean steps"
     start = dict(init_scale=2.**24, growth_interval=100)
     if kind == 'none': return DynamicScaler(**start)
-    return DynamicScaler(**start, hysteresis=2, refill='growth' if kind == 'cumulative' else 'clean')
+    return DynamicScaler(**start, hysteresis=2,
+                         refill='growth' if kind == 'cumulative' else 'clean')
 
 
 def run(row, seed):

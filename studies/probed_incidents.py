@@ -1,8 +1,10 @@
-"""Does one probe name the cause? The incidents of Part V as a user would have them, casts and all (sheet 98)
+"""Does one probe name the cause? The incidents of Part V as a user would have them, casts and all
+(sheet 98)
 
-A row is an incident; `found` is 1 where the sentence on top of the report names the right kind of fault in the right module, `kind` 1
-where at least the kind is right, and `faults` the number of rows where an error begins. Adam's v, averages and sums over steps are not
-here: the probe sees one batch and one update. For the variance both its large mean and the difference count as right.
+A row is an incident; `found` is 1 where the sentence on top of the report names the right kind of
+fault in the right module, `kind` 1 where at least the kind is right, and `faults` the number of
+rows where an error begins. Adam's v, averages and sums over steps are not here: the probe sees one
+batch and one update. For the variance both its large mean and the difference count as right.
 """
 import math
 
@@ -91,7 +93,9 @@ def positions(number):
     return net, (x, x), lambda out, x: cross_entropy(out[:, 3:], x[:, :-3]), dict(scheme='bf16')
 
 def variance(number):
-    with seeded(number): net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), OnePass(), nn.ReLU(), nn.Linear(64, 10))
+    with seeded(number):
+        net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), OnePass(), nn.ReLU(),
+                            nn.Linear(64, 10))
     nn.init.constant_(net[1].bias, 8.)
     return net, next(batches(digits(), 64, 1, number)), F.cross_entropy, dict(scheme='bf16')
 

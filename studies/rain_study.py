@@ -1,6 +1,7 @@
 """Where does one bad step in a hundred drive each policy? (chapter 14)
 
-A replay of 20,000 steps from 2^16: published rules as they are, two with a window of 1,000, and ours.
+A replay of 20,000 steps from 2^16: published rules as they are, two with a window of 1,000, and
+ours.
 """
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.policies import RULES, get_policy

@@ -1,9 +1,11 @@
 """Does the best learning rate of a narrow net fit a wide one? (chapter 26)
 
-A transformer of one layer reads letters: 150 steps of 8 windows of 32, Adam, a warm-up and a cosine. Biases stay at zero and the
-weights of norms at one, except in the two rules that name them. A row is a rule for the rates and a width; its numbers are the losses on
-new text for a range of rates. Controls have two widths, and so has an RNN. "As published" is u-μP's own rule: embeddings
-get rate/√width, and the readout, which divides by its width instead of the root, gets the rate itself.
+A transformer of one layer reads letters: 150 steps of 8 windows of 32, Adam, a warm-up and a
+cosine. Biases stay at zero and the weights of norms at one, except in the two rules that name
+them. A row is a rule for the rates and a width; its numbers are the losses on new text for a range
+of rates. Controls have two widths, and so has an RNN. "As published" is u-μP's own rule:
+embeddings get rate/√width, and the readout, which divides by its width instead of the root, gets
+the rate itself.
 """
 from typing import NamedTuple
 
@@ -59,13 +61,15 @@ def factor(name, d, m, p):
     if isinstance(m, nn.Embedding): return d**-.5 if published else rule.embedding
     if p.dim() < 2: return rule.vector
     if published and len(p) == 96: return 1.                # the readout
-    fan_in = d if rule.base > 1 else p.shape[1]             # relative to the base, all matrices shrink alike
+    # relative to the base, all matrices shrink alike
+    fan_in = d if rule.base > 1 else p.shape[1]
     return (rule.base/fan_in)**rule.power
 
 
 def net(name, d, seed):
     "A fresh model"
-    with seeded(seed): model = CharModel(RULES[name].kind, RULES[name].unit, d=d, layers=1, context=32)
+    with seeded(seed):
+        model = CharModel(RULES[name].kind, RULES[name].unit, d=d, layers=1, context=32)
     if 'published' in name: model.head.power = 1.
     for n, p in model.named_parameters():
         if n.endswith('bias'): nn.init.zeros_(p)
@@ -75,7 +79,8 @@ def net(name, d, seed):
 
 def groups(model, name, d, lr):
     "Adam's parameter groups"
-    pairs = [(m, p) for m in model.modules() for p in m.parameters(recurse=False) if p.requires_grad]
+    pairs = [(m, p) for m in model.modules() for p in m.parameters(recurse=False)
+             if p.requires_grad]
     return [dict(params=[p], lr=lr*factor(name, d, m, p)) for m, p in pairs]
 
 

@@ -1,7 +1,8 @@
 """Do real architectures work with all of it? (appendix, real models)
 
-Random weights from small configurations of Hugging Face's and torch's own models: their logits in FP16 against FP32,
-twenty steps with everything that this course builds, and what was saved and resumed. Needs transformers (the extra `dev`).
+Random weights from small configurations of Hugging Face's and torch's own models: their logits in
+FP16 against FP32, twenty steps with everything that this course builds, and what was saved and
+resumed. Needs transformers (the extra `dev`).
 """
 import copy, sys, tempfile, warnings
 from pathlib import Path
@@ -59,9 +60,12 @@ class Translator(nn.Module):
 
 def config(name, **numbers):
     "A configuration of transformers, without dropout"
-    sys.modules.setdefault('torchvision', None)     # transformers would import it, and it may be of another torch
+    # transformers would import it, and it may be of another torch
+    sys.modules.setdefault('torchvision', None)
     import transformers
-    off = {n: 0. for n in ('resid_pdrop', 'embd_pdrop', 'attn_pdrop', 'hidden_dropout_prob', 'attention_probs_dropout_prob',
+    off = {n: 0.
+           for n in ('resid_pdrop', 'embd_pdrop', 'attn_pdrop', 'hidden_dropout_prob',
+                     'attention_probs_dropout_prob',
                            'dropout_rate', 'attention_dropout') if hasattr(getattr(transformers, name)(), n)}
     return getattr(transformers, name)(**off | numbers)
 
@@ -73,36 +77,50 @@ def built(name, config):
 
 
 def gpt2():
-    return Logits(built('GPT2LMHeadModel', config('GPT2Config', vocab_size=128, n_embd=64, n_layer=3, n_head=4, n_positions=64)))
+    return Logits(built('GPT2LMHeadModel',
+                        config('GPT2Config', vocab_size=128, n_embd=64, n_layer=3, n_head=4,
+                               n_positions=64)))
 
 
 def llama():
-    numbers = dict(vocab_size=128, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=4)
-    return Logits(built('LlamaForCausalLM', config('LlamaConfig', num_key_value_heads=2, max_position_embeddings=2048, **numbers)))
+    numbers = dict(vocab_size=128, hidden_size=64, intermediate_size=176, num_hidden_layers=3,
+                   num_attention_heads=4)
+    return Logits(built('LlamaForCausalLM',
+                        config('LlamaConfig', num_key_value_heads=2, max_position_embeddings=2048,
+                               **numbers)))
 
 
 def bert():
-    numbers = dict(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4)
-    return Logits(built('BertForMaskedLM', config('BertConfig', max_position_embeddings=64, **numbers)))
+    numbers = dict(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+                   num_attention_heads=4)
+    return Logits(built('BertForMaskedLM',
+                        config('BertConfig', max_position_embeddings=64, **numbers)))
 
 
 def t5():
     numbers = dict(vocab_size=128, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
-    model = built('T5ForConditionalGeneration', config('T5Config', decoder_start_token_id=0, **numbers))
+    model = built('T5ForConditionalGeneration',
+                  config('T5Config', decoder_start_token_id=0, **numbers))
     return Logits(model, decoder_input_ids=lambda x: x)
 
 
 def vit():
-    numbers = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4)
-    return Logits(built('ViTForImageClassification', config('ViTConfig', image_size=32, patch_size=8, num_labels=128, **numbers)), 'pixel_values')
+    numbers = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+                   num_attention_heads=4)
+    return Logits(built('ViTForImageClassification',
+                        config('ViTConfig', image_size=32, patch_size=8, num_labels=128,
+                               **numbers)), 'pixel_values')
 
 
 def resnet():
-    numbers = dict(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type='basic', num_labels=128)
-    return Logits(built('ResNetForImageClassification', config('ResNetConfig', **numbers)), 'pixel_values')
+    numbers = dict(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type='basic',
+                   num_labels=128)
+    return Logits(built('ResNetForImageClassification', config('ResNetConfig', **numbers)),
+                  'pixel_values')
 
 
-MODELS = {'GPT-2': gpt2, 'LLaMA': llama, 'LLaMA, 2,048 tokens': llama, 'BERT': bert, 'T5': t5, 'ViT': vit, 'ResNet': resnet,
+MODELS = {'GPT-2': gpt2, 'LLaMA': llama, 'LLaMA, 2,048 tokens': llama, 'BERT': bert, 'T5': t5,
+          'ViT': vit, 'ResNet': resnet,
           'nn.Transformer': Translator, 'LSTM': lambda: Recurrent(nn.LSTM), 'GRU': lambda: Recurrent(nn.GRU)}
 ROWS, SEEDS = list(MODELS), range(3)
 
@@ -162,7 +180,8 @@ def by_gradscaler():
     scaler = GradScaler()
     def step(model, xb, yb, opt, loss_func):
         opt.zero_grad()
-        with fp32_accumulate(), torch.autocast('cpu', torch.float16): loss = loss_func(model(xb), yb)
+        with fp32_accumulate(), torch.autocast('cpu', torch.float16):
+            loss = loss_func(model(xb), yb)
         with fp32_accumulate(): scaler.scale(loss).backward()
         scaler.step(opt)
         scaler.update()
@@ -204,12 +223,14 @@ def by_trainer(model, x, y):
             super().create_accelerator_and_postprocess()
             self.accelerator.scaler = scaler
         def compute_loss(self, *args, **kw):
-            with fp32_accumulate(), torch.autocast('cpu', torch.float16): loss = super().compute_loss(*args, **kw)
+            with fp32_accumulate(), torch.autocast('cpu',
+                torch.float16): loss = super().compute_loss(*args, **kw)
             losses.append((loss[0] if isinstance(loss, tuple) else loss).item())
             return loss
     examples = [{'x': a, 'labels': b} for a, b in zip(x, y)]*STEPS
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(folder, use_cpu=True, max_steps=STEPS, learning_rate=1e-3, lr_scheduler_type='constant',
+        args = TrainingArguments(folder, use_cpu=True, max_steps=STEPS, learning_rate=1e-3,
+                                 lr_scheduler_type='constant',
                                  max_grad_norm=0, report_to='none', save_strategy='no', logging_strategy='no', log_level='error',
                                  disable_tqdm=True, per_device_train_batch_size=len(x))
         trainer = Ours(model, args, train_dataset=examples)

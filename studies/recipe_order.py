@@ -1,6 +1,8 @@
-"""Does it decide a training in which format the gradients are divided by the loss scale? (chapter 05)
+"""Does it decide a training in which format the gradients are divided by the loss scale? (chapter
+05)
 
-The recipe's loop on the deep sigmoid net. A row says where line 3 divides; `S = 1` has no scale at all.
+The recipe's loop on the deep sigmoid net. A row says where line 3 divides; `S = 1` has no scale at
+all.
 """
 import copy
 

@@ -50,8 +50,10 @@ def results(run, tasks, workers):
 def arguments(rows, seeds, argv):
     "What to run, and with how many processes"
     p = argparse.ArgumentParser(description='Run a study. What was interrupted goes on where it stopped.')
-    p.add_argument('--rows', nargs='+', choices=list(rows), metavar='ROW', default=list(rows), help='all')
-    p.add_argument('--seeds', nargs='+', type=int, choices=list(seeds), default=list(seeds), help='all')
+    p.add_argument('--rows', nargs='+', choices=list(rows), metavar='ROW', default=list(rows),
+                   help='all')
+    p.add_argument('--seeds', nargs='+', type=int, choices=list(seeds), default=list(seeds),
+                   help='all')
     p.add_argument('--workers', type=int, default=os.cpu_count(), help='processes; one a core')
     args = p.parse_args(argv)
     if 'MPCOURSE_SEED' in os.environ:

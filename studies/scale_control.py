@@ -1,8 +1,8 @@
 """Can another learning rate replace the loss scale? (chapter 08)
 
-A row is a learning rate and FP32, or the recipe of chapter 05 at a scale of 1 or 2^11, or both passes in BF16
-without a scale: the deep sigmoid net, Adam, 200 steps. A seed has learnt when its loss ends 0.05 below the 2.30
-of guessing.
+A row is a learning rate and FP32, or the recipe of chapter 05 at a scale of 1 or 2^11, or both
+passes in BF16 without a scale: the deep sigmoid net, Adam, 200 steps. A seed has learnt when its
+loss ends 0.05 below the 2.30 of guessing.
 """
 import math
 

@@ -1,7 +1,7 @@
 """At which static loss scales does the deep sigmoid net train? (chapters 08 and 09)
 
-A row is a learning rate and a scale, or a scale measured once, on the first batch. One row skips a third of the steps in
-FP32, at random. A seed has learnt when its loss ends below 2.
+A row is a learning rate and a scale, or a scale measured once, on the first batch. One row skips a
+third of the steps in FP32, at random. A seed has learnt when its loss ends below 2.
 """
 from dataclasses import replace
 from functools import partial

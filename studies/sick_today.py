@@ -1,6 +1,8 @@
-"""Which remedies cure three sick trainings of today? As in `sick_trainings`; the solutions of an exercise stand here (chapter 35)
+"""Which remedies cure three sick trainings of today? As in `sick_trainings`; the solutions of an
+exercise stand here (chapter 35)
 
-H, I and J have no zero and no infinity that a log would show. Rows, remedies and numbers are those of `sick_trainings`.
+H, I and J have no zero and no infinity that a log would show. Rows, remedies and numbers are those
+of `sick_trainings`.
 """
 from functools import partial
 
@@ -17,7 +19,8 @@ from sick_trainings import Patient, classify, common, judged
 
 def bf16(t): return MixedStep(dtype='bf16')
 
-STEPS = common() | {'nothing': bf16, 'own': bf16, 'measured': lambda t: MixedStep(measured_scale(t)),
+STEPS = common() | {'nothing': bf16, 'own': bf16,
+                    'measured': lambda t: MixedStep(measured_scale(t)),
                     'start 2^24': lambda t: MixedStep(DynamicScaler(2.**24))}
 
 
@@ -59,7 +62,8 @@ class Int8Adam(torch.optim.Optimizer):
 
 
 def states(seed, repaired):
-    return classify(relu_mlp(seed), partial(Int8Adam, lr=1e-3, eps=1e-4 if repaired else 1e-8), 64, 300, seed)
+    return classify(relu_mlp(seed), partial(Int8Adam, lr=1e-3, eps=1e-4 if repaired else 1e-8), 64,
+                    300, seed)
 
 
 # --- a variance in one pass ---
@@ -79,7 +83,8 @@ class Normalized(nn.Module):
 
 def one_pass(seed, repaired):
     with seeded(seed):
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Normalized(repaired), nn.ReLU(), nn.Linear(64, 10))
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Normalized(repaired), nn.ReLU(),
+                              nn.Linear(64, 10))
     nn.init.constant_(model[1].bias, 8.)
     return classify(model, partial(torch.optim.Adam, lr=1e-3), 64, 200, seed)
 

@@ -1,9 +1,11 @@
-"""Which remedies cure a sick training? Seven with one fault each; the solutions of six exercises stand here (chapter 35)
+"""Which remedies cure a sick training? Seven with one fault each; the solutions of six exercises
+stand here (chapter 35)
 
-A row is a training and a remedy. `measured`: a loss scale measured on the first batch. `start 2^24`: the training's own
-rule for the scale, from 2^24, or the course's where it has none (E: constant). `BF16`: autocast with FP32 weights.
-`own`: the cure that fits the cause. `lost` is the share of what FP32 learns without the fault, with the same seed, that
-is lost on new data; a training is cured if that is less than half, as in chapter 33. The rows `nothing` and `own` also
+A row is a training and a remedy. `measured`: a loss scale measured on the first batch. `start
+2^24`: the training's own rule for the scale, from 2^24, or the course's where it has none (E:
+constant). `BF16`: autocast with FP32 weights. `own`: the cure that fits the cause. `lost` is the
+share of what FP32 learns without the fault, with the same seed, that is lost on new data; a
+training is cured if that is less than half, as in chapter 33. The rows `nothing` and `own` also
 hold the evidence of chapter 35.
 """
 from collections.abc import Callable
@@ -45,7 +47,8 @@ def common():
 
 def mixed(dynamic=DynamicScaler, step=MixedStep):
     "FP16 with a scaler: the rule itself, measured once, and from 2^24"
-    return common() | {'nothing': lambda t: step(dynamic()), 'measured': lambda t: step(measured_scale(t)),
+    return common() | {'nothing': lambda t: step(dynamic()),
+                       'measured': lambda t: step(measured_scale(t)),
                        'start 2^24': lambda t: step(dynamic(init_scale=2.**24))}
 
 
@@ -55,7 +58,8 @@ def hold(t): return MixedStep(DynamicScaler())
 def classify(model, opt, bs, steps, seed, loss_func=cross_entropy, change=None):
     "A training on the digits, judged by the loss on new ones; `change` alters batch i"
     def drawn():
-        for i, batch in enumerate(batches(DATA, bs, steps, seed)): yield change(i, *batch) if change else batch
+        for i, batch in enumerate(batches(DATA, bs, steps, seed)):
+            yield change(i, *batch) if change else batch
     return Training(model, opt, loss_func, drawn, lambda m: evaluate(m, DATA)['loss'])
 
 
@@ -128,7 +132,8 @@ def glare(first, last, i, x, y, n=1):
 def storm(seed, repaired):
     def loss_func(pred, y): return cross_entropy(pred, y)/1024
     opt = partial(torch.optim.Adam, lr=6e-3, eps=1e-13)
-    return classify(deep_sigmoid(seed, depth=7), opt, 128, 400, seed, loss_func, partial(glare, 20, 36, n=6))
+    return classify(deep_sigmoid(seed, depth=7), opt, 128, 400, seed, loss_func,
+                    partial(glare, 20, 36, n=6))
 
 
 # --- init: fourteen sigmoids as PyTorch makes them ---
@@ -194,17 +199,21 @@ NOTES = dict(
     G="Squares in units of 1/255 are added up over pixels and pictures: gradients soon exceed 65,504 without any scale, "
       "and the scaler has nowhere to go. A mean (chapter 08).")
 PATIENTS = dict(
-    A=Patient(stored, common() | {'nothing': store(lambda t: StaticScaler(1.)), 'measured': store(measured_scale),
+    A=Patient(stored,
+              common() | {'nothing': store(lambda t: StaticScaler(1.)),
+                          'measured': store(measured_scale),
               'start 2^24': store(lambda t: DynamicScaler(2.**24)), 'own': store(lambda t: StaticScaler(1.), 'stochastic')},
               'swallowed', 'stochastic rounding', NOTES['A']),
     B=Patient(mask, common() | {'nothing': bf16_without_look, 'own': bf16_without_look,
               'measured': lambda t: MixedStep(measured_scale(t)),
-              'start 2^24': lambda t: MixedStep(DynamicScaler(2.**24))}, 'nan gradient', 'finite mask', NOTES['B']),
+              'start 2^24': lambda t: MixedStep(DynamicScaler(2.**24))}, 'nan gradient',
+              'finite mask', NOTES['B']),
     C=Patient(storm, mixed(partial(get_policy, 'torch')) | {'own': hold}, 'scale fell', 'hold', NOTES['C']),
     D=Patient(init, mixed() | {'own': hold}, 'initialisation', 'larger weights', NOTES['D']),
     E=Patient(fp8, common() | {'nothing': converted('none'), 'own': converted('tensorwise'),
               'measured': converted('none', lambda t: measured_scale(t).scale.item()),
-              'start 2^24': converted('none', lambda t: 2.**24)}, 'underflow', 'tensor scales', NOTES['E']),
+              'start 2^24': converted('none', lambda t: 2.**24)}, 'underflow', 'tensor scales',
+              NOTES['E']),
     F=Patient(bright, mixed(step=OldStep) | {'own': hold}, 'buffers', 'keep buffers', NOTES['F']),
     G=Patient(summed, mixed() | {'own': hold}, 'sum', 'mean', NOTES['G']))
 ROWS = [f'{name}: {remedy}' for name in PATIENTS for remedy in ('nothing', *REMEDIES, 'own')]
@@ -215,7 +224,8 @@ def judged(patients, row, seed):
     "Share of what a healthy training learns that is lost, both scores, the last loss; the evidence of `nothing` and `own`"
     name, remedy = row.split(': ')
     record, healthy = (train_patient(patients[name], r, seed) for r in (remedy, 'healthy'))
-    found = dict(lost=lost_by(record, healthy), score=record.score, healthy=healthy.score, loss=record.log.loss.iloc[-1])
+    found = dict(lost=lost_by(record, healthy), score=record.score, healthy=healthy.score,
+                 loss=record.log.loss.iloc[-1])
     return found | (evidence(record) if remedy in ('nothing', 'own') else {})
 
 

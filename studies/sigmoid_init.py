@@ -1,8 +1,9 @@
-"""Do deep sigmoid nets need more than another initialisation to learn in FP16 without a scale? (chapters 03, 04, 20, 26)
+"""Do deep sigmoid nets need more than another initialisation to learn in FP16 without a scale?
+(chapters 03, 04, 20, 26)
 
-A row is a depth and an initialisation: PyTorch's own, or Xavier's with a gain of 4. There biases are zero, or, where
-it says *centred*, such that a sigmoid's mean of 1/2 adds nothing. Ordinary ops, FP16 with loss scale 1 or FP32,
-300 steps of Adam.
+A row is a depth and an initialisation: PyTorch's own, or Xavier's with a gain of 4. There biases
+are zero, or, where it says *centred*, such that a sigmoid's mean of 1/2 adds nothing. Ordinary
+ops, FP16 with loss scale 1 or FP32, 300 steps of Adam.
 """
 import torch
 from torch import nn

@@ -1,11 +1,13 @@
 """Which numbers stand still in BF16, or must not become zero in INT8? (chapter 29)
 
-`norms`: digits, a net of frozen random layers, Adam; only the norms' weights are trained, and they are stored in a format after
-each step. `average`: an average of a net's weights with decay .999 over 3,000 steps. `v`: Adam's second moment, with
-twenty batches of thirty times the loss and 2,380 good ones behind them. `states`: Adam's states of the course's GPT in blocks of 256
-numbers, sixty steps. `heads`: v of the net that reads and draws (chapter 03's for the page, in FP32), 150 steps; `dynamic` are the 256
-numbers of bitsandbytes (equal in every bit to those of 0.50.2), whose steps grow with the number. `integrator`: a recurrent
-net whose state moves by a 600th to a 2,400th of what comes, for 256 steps; it learns the mean of its input. Everything else computes in FP32.
+`norms`: digits, a net of frozen random layers, Adam; only the norms' weights are trained, and they
+are stored in a format after each step. `average`: an average of a net's weights with decay .999
+over 3,000 steps. `v`: Adam's second moment, with twenty batches of thirty times the loss and 2,380
+good ones behind them. `states`: Adam's states of the course's GPT in blocks of 256 numbers, sixty
+steps. `heads`: v of the net that reads and draws (chapter 03's for the page, in FP32), 150 steps;
+`dynamic` are the 256 numbers of bitsandbytes (equal in every bit to those of 0.50.2), whose steps
+grow with the number. `integrator`: a recurrent net whose state moves by a 600th to a 2,400th of
+what comes, for 256 steps; it learns the mean of its input. Everything else computes in FP32.
 """
 import math
 
@@ -45,7 +47,8 @@ HEADS = {
     'FP32': {}, 'INT8': dict(v='int8'), 'INT8 of the root of v': dict(v='int8', root=True), 'E4M3': dict(v='e4m3'),
     'E4M3 of the root of v': dict(v='e4m3', root=True), 'dynamic': dict(v='dynamic'),
     'INT8, epsilon 1e-4': dict(v='int8', eps=1e-4), 'FP32, epsilon 1e-4': dict(eps=1e-4)}
-KINDS = dict(norms=NORMS, average=AVERAGES, v=MOMENTS, states=STATES, heads=HEADS, integrator=INTEGRATOR)
+KINDS = dict(norms=NORMS, average=AVERAGES, v=MOMENTS, states=STATES, heads=HEADS,
+             integrator=INTEGRATOR)
 ROWS = {f'{kind}: {name}': (kind, kw) for kind, rows in KINDS.items() for name, kw in rows.items()}
 SEEDS = range(10)
 
@@ -126,7 +129,8 @@ def v(number, v=exact, m=exact, beta2=.999, lr=2e-4, steps=2500, spike=30.):
                 p -= lr*(s[0]/(1 - .9**t))/((s[1]/(1 - beta2**t)).sqrt() + 1e-8)
         if t == 120: peak = states[0][1].sum().item()
     x, y = data.valid
-    with torch.no_grad(): return dict(loss=F.cross_entropy(net(x), y).item(), v_end=states[0][1].sum().item()/peak)
+    with torch.no_grad():
+        return dict(loss=F.cross_entropy(net(x), y).item(), v_end=states[0][1].sum().item()/peak)
 
 
 def dynamic_numbers():
@@ -192,13 +196,15 @@ def heads(number, v=None, root=False, eps=1e-8, steps=150):
             net.weights[name] -= net.lr*move.numpy()
             if v: s[1] = in_blocks(s[1].sqrt(), v)**2 if root else in_blocks(s[1], v)
     accuracy, error = _page_score(net)
-    return dict(accuracy=accuracy, error=error if math.isfinite(error) else math.inf, skipped=skipped)
+    return dict(accuracy=accuracy, error=error if math.isfinite(error) else math.inf,
+                skipped=skipped)
 
 
 def integrator(number, state=exact, rest=exact, shifted=False, length=256, width=16, steps=60):
     "Squared error on new sequences; guessing gives a third"
     g = torch.Generator().manual_seed(seed(number))
-    with seeded(number): enter, out = nn.Linear(2, width), nn.Sequential(nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, 1))
+    with seeded(number):
+        enter, out = nn.Linear(2, width), nn.Sequential(nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, 1))
     rate = nn.Parameter(-torch.linspace(math.log(600.), math.log(2400.), width))
     start = nn.Parameter(torch.ones(width))
     opt = torch.optim.Adam([*enter.parameters(), *out.parameters(), rate, start], 1e-2)
@@ -206,7 +212,8 @@ def integrator(number, state=exact, rest=exact, shifted=False, length=256, width
     def net(x):
         u, k = cast(enter(x), rest), cast(rate.exp(), rest)
         begin = start
-        if shifted: u, begin = u - start, torch.zeros(width)            # the state is what h has moved
+        # the state is what h has moved
+        if shifted: u, begin = u - start, torch.zeros(width)
         h = begin.expand(len(x), width)
         for t in range(length): h = cast(h + k*(u[:, t] - h), state)
         return out(cast(h - begin, rest)*8)[:, 0]
@@ -226,7 +233,8 @@ def integrator(number, state=exact, rest=exact, shifted=False, length=256, width
 def run(row, seed):
     "The numbers of its kind, one training"
     kind, kw = ROWS[row]
-    return dict(norms=norms, average=average, v=v, states=states, heads=heads, integrator=integrator)[kind](seed, **kw)
+    return dict(norms=norms, average=average, v=v, states=states, heads=heads,
+        integrator=integrator)[kind](seed, **kw)
 
 
 if __name__ == '__main__':

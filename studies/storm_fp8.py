@@ -1,9 +1,12 @@
-"""Does FP8 survive the storms that FP32 does not notice, and what keeps a bad batch out without FP16? (chapter 33)
+"""Does FP8 survive the storms that FP32 does not notice? (chapter 33)
 
-The net, the storms and the judgement are those of `studies/storm_heads.py`; products are taken in FP8, everything else
-in FP32, and a step whose gradients are not finite is skipped. `and a guard`: a batch whose loss is more than ten times
-the median of the last twenty is left out, in five lines. `good batches`: how many of them the guard would leave out,
-in FP32, on the nine nets of `studies/every_scheme.py`.
+And what keeps a bad batch out without FP16?
+
+The net, the storms and the judgement are those of `studies/storm_heads.py`; products are taken in
+FP8, everything else in FP32, and a step whose gradients are not finite is skipped. `and a guard`:
+a batch whose loss is more than ten times the median of the last twenty is left out, in five lines.
+`good batches`: how many of them the guard would leave out, in FP32, on the nine nets of
+`studies/every_scheme.py`.
 """
 from statistics import median
 
@@ -41,8 +44,10 @@ def guarded(step):
 
 def left_out(t):
     "Good batches whose loss stands out, and all batches"
-    losses = fit(t.model, t.batches(), t.opt(t.model.parameters()), t.loss_func, schedule=t.schedule)['loss']
-    return dict(left_out=sum(stands_out(loss, losses[max(0, i - 20):i]) for i, loss in enumerate(losses)), batches=len(losses))
+    losses = fit(t.model, t.batches(), t.opt(t.model.parameters()), t.loss_func,
+        schedule=t.schedule)['loss']
+    return dict(left_out=sum(stands_out(loss, losses[max(0, i - 20):i])
+                             for i, loss in enumerate(losses)), batches=len(losses))
 
 
 def run(row, seed):
@@ -52,12 +57,15 @@ def run(row, seed):
     scheme, guard, _ = scheme.partition(' and a guard')
     data, model = drawings(), two_heads(seed)
     if scheme in RECIPES: model = simulate_fp8(model, RECIPES[scheme])
-    step = MixedStep(StaticScaler(1.), torch.bfloat16, clip=1.) if scheme == 'BF16' else fp32_step(1.)
+    step = MixedStep(StaticScaler(1.), torch.bfloat16,
+        clip=1.) if scheme == 'BF16' else fp32_step(1.)
     if guard: step = guarded(step)
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
-    seen = fit(model, batches(data, 256, 200, seed), opt, heads_loss, in_storm(step, storm, seed, STORMS))
+    seen = fit(model, batches(data, 256, 200, seed), opt, heads_loss,
+               in_storm(step, storm, seed, STORMS))
     accuracy, error = heads_score(model, data)
-    return dict(loss=sum(seen['loss'][-20:])/20, accuracy=accuracy, error=error, skipped=sum(seen['skipped']))
+    return dict(loss=sum(seen['loss'][-20:])/20, accuracy=accuracy, error=error,
+                skipped=sum(seen['skipped']))
 
 
 if __name__ == '__main__':

@@ -1,9 +1,11 @@
-"""Which policy survives a storm that neither loss nor accuracy shows? The net that reads and draws, twenty bad batches (chapter 14)
+"""Which policy survives a storm that neither loss nor accuracy shows? The net that reads and
+draws, twenty bad batches (chapter 14)
 
-A row is a policy and a storm of twenty batches from step 30 of 200. `bright`: one picture of twenty is 100,000 times
-too bright, so in FP16 the loss is not finite. `NaN`: the loss is finite, and the gradient of the predictions is NaN.
-Gradients are clipped at a norm of 1. FP32, too, skips a step whose gradients are not finite. Every policy has its own
-start; the line is `if not loss.isfinite(): continue`, in a loop with torch's scaler.
+A row is a policy and a storm of twenty batches from step 30 of 200. `bright`: one picture of
+twenty is 100,000 times too bright, so in FP16 the loss is not finite. `NaN`: the loss is finite,
+and the gradient of the predictions is NaN. Gradients are clipped at a norm of 1. FP32, too, skips
+a step whose gradients are not finite. Every policy has its own start; the line is `if not
+loss.isfinite(): continue`, in a loop with torch's scaler.
 """
 import torch
 
@@ -29,13 +31,16 @@ def floored(seed, data):
     return DynamicScaler(scale, min_scale=scale/16, skip_nonfinite_loss=False)
 
 
-POLICIES = {'FP32': None, 'BF16': None, 'torch': lambda *_: get_policy('torch'), 'torch and the line': None,
+POLICIES = {'FP32': None, 'BF16': None, 'torch': lambda *_: get_policy('torch'),
+            'torch and the line': None,
             'torch from 2^24': lambda *_: get_policy('torch', init_scale=2.**24),
             'Megatron': lambda *_: get_policy('megatron'), 'metaseq': lambda *_: get_policy('metaseq'), 'hold': lambda *_: DynamicScaler(),
             'measured, constant': measured, 'constant 2^16': lambda *_: StaticScaler(2.**16),
             'measured, floor 2^-4 of it': floored, 'ALS': lambda *_: ALSScaler()}
-CALM = 'FP32', 'BF16', 'torch', 'torch from 2^24', 'Megatron', 'metaseq', 'measured, constant', 'constant 2^16', 'ALS' # the others never move without a storm
-ROWS = [f'{policy}: {storm}' for policy in POLICIES for storm in STORMS if storm != 'none' or policy in CALM]
+# the others never move without a storm
+CALM = 'FP32', 'BF16', 'torch', 'torch from 2^24', 'Megatron', 'metaseq', 'measured, constant', 'constant 2^16', 'ALS'
+ROWS = [f'{policy}: {storm}' for policy in POLICIES for storm in STORMS if storm != 'none'
+        or policy in CALM]
 SEEDS = range(10)
 
 
@@ -56,7 +61,8 @@ def run(row, seed):
     seen = fit(model, batches(data, 256, 200, seed), opt, heads_loss, step)
     accuracy, error = heads_score(model, data)
     scale = torch.tensor(seen['scale']).log2()
-    return dict(loss=sum(seen['loss'][-20:])/20, accuracy=accuracy, error=error, lowest=scale.min(), end=scale[-1],
+    return dict(loss=sum(seen['loss'][-20:])/20, accuracy=accuracy, error=error, lowest=scale.min(),
+                end=scale[-1],
                 skipped=sum(seen['skipped']))
 
 

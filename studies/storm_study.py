@@ -1,12 +1,12 @@
 """What brings two towers through a storm of bad batches? (chapters 13 and 14)
 
-A row is a policy and a storm. A storm has ten batches from step 30 of 300, and the loss is divided by 1,024,
-as a mean over so many micro-batches divides it, if nothing else is said.
-`loss`: one picture of twenty is 100,000 times too bright, so in FP16 the loss is not finite; `loss / 1` and so
-on: that, divided by less. `NaN`: the loss is finite, and the gradient of the logits is NaN; `NaN x 24`: in 24
-batches. `large`: it is 2^20 times too large. `grown`: it is 2^14 times as large from step 30 on, for good.
-`late`: as `loss`, from step 100 on. Learnt: the loss ends below 2; guessing gives 2.30.
-FP32, too, skips a step whose gradients are not finite.
+A row is a policy and a storm. A storm has ten batches from step 30 of 300, and the loss is divided
+by 1,024, as a mean over so many micro-batches divides it, if nothing else is said. `loss`: one
+picture of twenty is 100,000 times too bright, so in FP16 the loss is not finite; `loss / 1` and so
+on: that, divided by less. `NaN`: the loss is finite, and the gradient of the logits is NaN; `NaN x
+24`: in 24 batches. `large`: it is 2^20 times too large. `grown`: it is 2^14 times as large from
+step 30 on, for good. `late`: as `loss`, from step 100 on. Learnt: the loss ends below 2; guessing
+gives 2.30. FP32, too, skips a step whose gradients are not finite.
 """
 import math
 from dataclasses import replace
@@ -25,7 +25,8 @@ from mpcourse.zoo import contrastive
 
 STEPS = 300
 # divisor of the loss, first bad step, how many, and the factor on the gradient of the logits (None: bright pictures)
-STORMS = {'none': (1024, 30, 0, None), 'loss': (1024, 30, 10, None), 'loss / 256': (256, 30, 10, None),
+STORMS = {'none': (1024, 30, 0, None), 'loss': (1024, 30, 10, None),
+          'loss / 256': (256, 30, 10, None),
           'loss / 64': (64, 30, 10, None), 'loss / 1': (1, 30, 10, None), 'NaN': (1024, 30, 10, math.nan),
           'NaN x 24': (1024, 30, 24, math.nan), 'large': (1024, 30, 10, 2.**20),
           'grown': (1024, 30, STEPS, 2.**14), 'late': (1024, 100, 10, None)}
@@ -59,7 +60,8 @@ def torchs_step(scaler, clip):
         with fp32_accumulate():
             with torch.autocast('cpu', torch.float16): pred = predict(model, xb)
             loss = loss_func(pred.float(), yb)
-            if not loss.isfinite(): return dict(loss=loss.detach(), scale=scale, skipped=1.)     # the line
+            # the line
+            if not loss.isfinite(): return dict(loss=loss.detach(), scale=scale, skipped=1.)
             scaler.scale(loss).backward()
         scaler.unscale_(opt)
         clip_grad_norm_(model.parameters(), clip)
@@ -71,13 +73,15 @@ def torchs_step(scaler, clip):
 
 def toy_of(divide):
     "The two towers, with a loss that is divided"
-    return replace(get_toy('two_towers'), steps=STEPS, loss_func=lambda pred, y: contrastive(pred, y)/divide)
+    return replace(get_toy('two_towers'), steps=STEPS,
+                   loss_func=lambda pred, y: contrastive(pred, y)/divide)
 
 
 def measured(seed, divide):
     "A scale measured on the first batch"
     toy = toy_of(divide)
-    return StaticScaler.measured(toy.model(seed), next(batches(toy.data(), toy.bs, 1, seed)), toy.loss_func)
+    return StaticScaler.measured(toy.model(seed), next(batches(toy.data(), toy.bs, 1, seed)),
+                                 toy.loss_func)
 
 
 def floored(seed, divide):
@@ -137,7 +141,8 @@ def run(row, seed):
         return rec
     got = train_toy(toy, look, seed)
     scale = torch.tensor(got.history['scale']).log2()
-    return dict(loss=divide*got.loss, learnt=divide*got.loss < 2, zeros=sum(zeros[-20:])/len(zeros[-20:]),
+    return dict(loss=divide*got.loss, learnt=divide*got.loss < 2,
+                zeros=sum(zeros[-20:])/len(zeros[-20:]),
                 lowest=scale.min(), end=scale[-1], skipped=sum(got.history['skipped']))
 
 

@@ -1,8 +1,9 @@
-"""Does FP16 keep a second head, whose loss has a small weight, from learning? (README, chapters 03, 04, 08 and 10)
+"""Does FP16 keep a second head, whose loss has a small weight, from learning? (README, chapters
+03, 04, 08 and 10)
 
-A row is a way to train the net that reads a digit and draws it, with Adam, 150 steps of 256 digits. The drawing's
-loss has a weight of .01; in the row *weight 1* it has a weight of 1. The row *dynamic, no headroom* begins with the
-scale of *measured, no headroom* and follows torch's rule.
+A row is a way to train the net that reads a digit and draws it, with Adam, 150 steps of 256
+digits. The drawing's loss has a weight of .01; in the row *weight 1* it has a weight of 1. The row
+*dynamic, no headroom* begins with the scale of *measured, no headroom* and follows torch's rule.
 """
 from functools import partial
 
@@ -48,9 +49,11 @@ def run(row, seed):
         step = MixedStep(scaler)
     else: step = STEPS[row]()
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
-    with fp32_accumulate(): history = fit(model, batches(data, 256, 150, seed), opt, loss_func, step)
+    with fp32_accumulate():
+        history = fit(model, batches(data, 256, 150, seed), opt, loss_func, step)
     accuracy, error = heads_score(model, data)
-    return dict(error=error, accuracy=accuracy, loss=sum(history['loss'][-20:])/20, skipped=sum(history.get('skipped', [0])))
+    return dict(error=error, accuracy=accuracy, loss=sum(history['loss'][-20:])/20,
+                skipped=sum(history.get('skipped', [0])))
 
 
 if __name__ == '__main__':

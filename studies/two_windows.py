@@ -1,8 +1,10 @@
-"""At which loss scales does a net train in few bits, with ordinary and with unit-scaled ops? (chapter 25)
+"""At which loss scales does a net train in few bits, with ordinary and with unit-scaled ops?
+(chapter 25)
 
-The net of many_targets.py, 80 steps of 512 targets. A row is a form, the format of the gradients that the linear layers
-get, and a loss scale, which is taken out of the gradients again in FP32. Operands are in E4M3, with FP16 gradients in
-FP16. An infinity ends a run: nothing is skipped. The rows of FP32 have no scale.
+The net of many_targets.py, 80 steps of 512 targets. A row is a form, the format of the gradients
+that the linear layers get, and a loss scale, which is taken out of the gradients again in FP32.
+Operands are in E4M3, with FP16 gradients in FP16. An infinity ends a run: nothing is skipped. The
+rows of FP32 have no scale.
 """
 import torch, torch.nn.functional as F
 
@@ -14,7 +16,8 @@ from mpcourse.unit import unit_cross_entropy
 FORMATS = {'FP16': ('fp16', 'fp16'), 'E5M2': ('e4m3', 'e5m2'), 'E4M3': ('e4m3', 'e4m3')}
 EXPONENTS = range(-20, 29, 4)
 ROWS = [f'{form}, FP32' for form in ('regular', 'unit-scaled')]
-ROWS += [f'{form}, {fmt}: 2^{k}' for form in ('regular', 'unit-scaled') for fmt in FORMATS for k in EXPONENTS]
+ROWS += [f'{form}, {fmt}: 2^{k}' for form in ('regular', 'unit-scaled') for fmt in FORMATS
+         for k in EXPONENTS]
 SEEDS = range(5)
 
 

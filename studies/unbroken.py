@@ -1,8 +1,11 @@
-"""Which errors of one operation does no training of this size feel? What we could not break (chapter 32)
+"""Which errors of one operation does no training of this size feel? What we could not break
+(chapter 32)
 
-`muon`: Newton–Schulz in a format, in one call and in the training of the course's GPT. `norms`: its norm weights in MXFP8. `four_six`: its
-products in NVFP4 with one scale a block, or the better of two. `swiglu`: E4M3 with delayed scales behind a SwiGLU whose two halves are
-aligned. `steps`: a diffusion net that is told its time step in a format. `sum`: the gradients of many micro-batches added up in BF16.
+`muon`: Newton–Schulz in a format, in one call and in the training of the course's GPT. `norms`:
+its norm weights in MXFP8. `four_six`: its products in NVFP4 with one scale a block, or the better
+of two. `swiglu`: E4M3 with delayed scales behind a SwiGLU whose two halves are aligned. `steps`: a
+diffusion net that is told its time step in a format. `sum`: the gradients of many micro-batches
+added up in BF16.
 """
 import math
 
@@ -23,7 +26,8 @@ def fp16(x): return x.half().float()
 CASTS = {'FP32': exact, 'BF16': bf16, 'FP16': fp16}
 MUON = {name: dict(cast=cast) for name, cast in CASTS.items()}
 NORMS = {'FP32': {}, 'MXFP8': dict(recipe='mx_floor'), 'MXFP8, scale rounded up': dict(recipe='mx')}
-FOUR_SIX = {'FP32': {}, 'NVFP4': dict(tops=(6.,)), 'NVFP4, the better of two scales': dict(tops=(6., 4.))}
+FOUR_SIX = {'FP32': {}, 'NVFP4': dict(tops=(6.,)),
+            'NVFP4, the better of two scales': dict(tops=(6., 4.))}
 SWIGLU = {'FP32': {}, 'E4M3, delayed scale': dict(delayed=True)}
 STEPS = {'FP32': dict(cast=exact), 'BF16': dict(cast=bf16), 'always 0': dict(cast=torch.zeros_like)}
 SUM = {f'{n:,} in BF16': dict(n=n) for n in (256, 1024, 4096)} | {'1,024 in FP32': dict(n=1024, cast=exact), '4,096 in FP32': dict(n=4096, cast=exact),
@@ -58,7 +62,8 @@ def gpt_loss(net, number, steps, make_opt=None, after=None):
 
 # --- Muon ---
 
-COEFFICIENTS = (                                                       # Polar Express, arXiv 2505.16932
+# Polar Express, arXiv 2505.16932
+COEFFICIENTS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462), (4.042929935166739, -2.808917465908714, .5000178451051316),
     (3.8916678022926607, -2.772484153217685, .5060648178503393), (3.285753657755655, -2.3681294933425376, .46449024233003106),
     (2.3465413258596377, -1.7097828382687081, .42323551369305323))
@@ -85,7 +90,8 @@ def muon(number, cast):
     mats = [p for p in net.blocks.parameters() if p.ndim == 2]
     momenta = [torch.zeros_like(p) for p in mats]
     inside = {id(p) for p in mats}
-    def others(net): return torch.optim.Adam([p for p in net.parameters() if id(p) not in inside], 3e-3)
+    def others(net):
+        return torch.optim.Adam([p for p in net.parameters() if id(p) not in inside], 3e-3)
     @torch.no_grad()
     def step():
         for p, v in zip(mats, momenta):
@@ -131,7 +137,9 @@ def four_six(number, tops=None):
     x = torch.randn(512, 1024, generator=g)
     error = (cast(x) - x).square().sum()/x.square().sum()*100
     for m in net.blocks.modules():
-        if isinstance(m, nn.Linear): m.forward = lambda x, m=m: F.linear(Cast.apply(x, cast), Cast.apply(m.weight, cast), m.bias)
+        if isinstance(m, nn.Linear):
+            m.forward = lambda x, m=m: F.linear(Cast.apply(x, cast), Cast.apply(m.weight, cast),
+                m.bias)
     return dict(error=error.item(), loss=gpt_loss(net, number, 60))
 
 
@@ -142,7 +150,8 @@ class Swiglu(nn.Module):
         self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
         self.down, self.cast = nn.Linear(hidden, width, bias=False), cast
         with torch.no_grad():
-            self.gate.weight[0] = self.up.weight[0] = 2*direction      # aligned: their product is a square
+            # aligned: their product is a square
+            self.gate.weight[0] = self.up.weight[0] = 2*direction
             self.down.weight[:, 0] *= .05
 
     def forward(self, x): return self.down(Cast.apply(F.silu(self.gate(x))*self.up(x), self.cast))
@@ -167,7 +176,8 @@ def swiglu(number, delayed=False, steps=120):
         direction = F.normalize(torch.randn(64), dim=0)
         casts = [Delayed() if delayed else exact for _ in net.blocks]
         for block, cast in zip(net.blocks, casts): block.ffn = Swiglu(direction, cast)
-    with torch.no_grad(): net.tok.weight[33:59] += 8*direction         # capitals, which are rare, point along it
+    # capitals, which are rare, point along it
+    with torch.no_grad(): net.tok.weight[33:59] += 8*direction
     loss = gpt_loss(net, number, steps)
     return dict(loss=loss, worst=max(c.worst for c in casts) if delayed else 1.)
 
@@ -206,7 +216,8 @@ def steps(number, cast, train_steps=2000):
             x = before.sqrt()*(x - (1 - a).sqrt()*noise)/a.sqrt() + (1 - before).sqrt()*noise
     near, which = torch.cdist(x, CENTRES).min(1)
     shares = torch.bincount(which, minlength=8)/len(x)
-    return dict(different=len(cast(torch.arange(1000).float()).unique()), distance=near.square().mean().sqrt().item(),
+    return dict(different=len(cast(torch.arange(1000).float()).unique()),
+                distance=near.square().mean().sqrt().item(),
                 uneven=(shares - 1/8).abs().max().item())
 
 
@@ -226,13 +237,15 @@ def sum_(number, n, cast=bf16, pairs=False, rescaled=False, rate=.5, train_steps
     "Cosine of the sum with the true one, its length over the true one's, means over the steps; loss and accuracy on new digits"
     net, data = mlp([64, 32, 10], seed=number), digits()
     names = [name for name, _ in net.named_parameters()]
-    def loss(ps, x, y): return F.cross_entropy(torch.func.functional_call(net, ps, (x[None],)), y[None])
+    def loss(ps, x, y):
+        return F.cross_entropy(torch.func.functional_call(net, ps, (x[None],)), y[None])
     each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))
     g = torch.Generator().manual_seed(seed(number))
     cosines, lengths = [], []
     for _ in range(train_steps):
         i = torch.randint(len(data.train[0]), (n,), generator=g)
-        grads = each({k: p.detach() for k, p in net.named_parameters()}, data.train[0][i], data.train[1][i])
+        grads = each({k: p.detach() for k, p in net.named_parameters()}, data.train[0][i],
+                     data.train[1][i])
         true = torch.cat([grads[k].sum(0).flatten() for k in names])
         got = added(torch.cat([grads[k].flatten(1) for k in names], 1), cast, pairs)
         cosines.append(F.cosine_similarity(true, got, dim=0).item())
@@ -243,14 +256,16 @@ def sum_(number, n, cast=bf16, pairs=False, rescaled=False, rate=.5, train_steps
             torch.nn.utils.vector_to_parameters(flat, net.parameters())
     x, y = data.valid
     with torch.no_grad(): out = net(x)
-    return dict(cosine=sum(cosines)/len(cosines), length=sum(lengths)/len(lengths), loss=F.cross_entropy(out, y).item(),
+    return dict(cosine=sum(cosines)/len(cosines), length=sum(lengths)/len(lengths),
+                loss=F.cross_entropy(out, y).item(),
                 accuracy=(out.argmax(-1) == y).float().mean().item())
 
 
 def run(row, seed):
     "The numbers of its kind"
     kind, kw = ROWS[row]
-    return dict(muon=muon, norms=norms, four_six=four_six, swiglu=swiglu, steps=steps, sum=sum_)[kind](seed, **kw)
+    return dict(muon=muon, norms=norms, four_six=four_six, swiglu=swiglu, steps=steps,
+        sum=sum_)[kind](seed, **kw)
 
 
 if __name__ == '__main__':

@@ -1,11 +1,12 @@
 """Do regular and unit-scaled character models train in FP16? (chapter 26)
 
-A row is a kind of model, its form (regular, with a loss scale of 2^11, with the unit-scaled loss alone,
-unit-scaled) and a case: FP32; FP16 with weights and Adam in FP32; the same with a loss divided by 1,024;
-all in FP16. A training has 150 steps of 16 windows of 32 characters; what FP16 flushes is counted in the
-last five, on two copies of the model, in FP32 and in FP16. (The stored shares were counted operation by operation, on the
-operands that were there. Two copies count more in the regular RNN: a tanh that FP16 rounds to 1 has a derivative of zero at
-every scale, so 15 to 20 % of its activations' gradients are zero that were stored as 0 to 5 %. The rest agrees.)
+A row is a kind of model, its form (regular, with a loss scale of 2^11, with the unit-scaled loss
+alone, unit-scaled) and a case: FP32; FP16 with weights and Adam in FP32; the same with a loss
+divided by 1,024; all in FP16. A training has 150 steps of 16 windows of 32 characters; what FP16
+flushes is counted in the last five, on two copies of the model, in FP32 and in FP16. (The stored
+shares were counted operation by operation, on the operands that were there. Two copies count more
+in the regular RNN: a tanh that FP16 rounds to 1 has a derivative of zero at every scale, so 15 to
+20 % of its activations' gradients are zero that were stored as 0 to 5 %. The rest agrees.)
 """
 import copy
 from collections import defaultdict
@@ -22,7 +23,8 @@ from mpcourse.unit_models import UNIT_LAYERS, UnitAttention, UnitReadout, UnitRe
 
 KINDS_OF_MODEL = ('pre-norm', 'post-norm', 'convolution', 'RNN')
 # learning rates of the regular and of the unit-scaled form, chosen in FP32 and kept in FP16
-RATES = {'pre-norm': (.01, .05), 'post-norm': (.01, .03), 'convolution': (.01, .1), 'RNN': (.03, .1)}
+RATES = {'pre-norm': (.01, .05), 'post-norm': (.01, .03), 'convolution': (.01, .1),
+         'RNN': (.03, .1)}
 # model unit-scaled or not, `unit_cross_entropy` or the mean cross-entropy, and a loss scale
 FORMS = {'regular': (False, False, 1.), 'regular × 2^11': (False, False, 2.**11),
          'regular, unit loss': (False, True, 1.), 'unit-scaled': (True, True, 1.)}
@@ -178,7 +180,8 @@ def gradients(model, xb, yb, loss_func, dtype, scale):
     twin, found = copy.deepcopy(model).float(), defaultdict(list)
     def see(name, kind, g): found[name, kind].append(g)
     opt = torch.optim.SGD(twin.parameters(), lr=0.)
-    with TensorHooks(twin, see, ('weight_grad', 'activation_grad')): half_pass(dtype, scale)(twin, xb, yb, opt, loss_func)
+    with TensorHooks(twin, see, ('weight_grad', 'activation_grad')):
+        half_pass(dtype, scale)(twin, xb, yb, opt, loss_func)
     return found
 
 
@@ -189,7 +192,8 @@ def counting(step, start, found, scale=1.):
         calls.append(1)
         if len(calls) > start:
             with fp32_accumulate():
-                high, low = (gradients(model, xb, yb, loss_func, d, scale) for d in (torch.float32, torch.float16))
+                high, low = (gradients(model, xb, yb, loss_func, d, scale)
+                             for d in (torch.float32, torch.float16))
             for key, after in low.items():
                 first, *more = map(count_zeros, high[key], after)
                 kind, z = key[1], sum(more, first)
@@ -210,7 +214,8 @@ def train(kind, unit, unit_loss, scale, factor, eps, seed, steps=150):
     hist = fit(model, batches(char_text(32), 16, steps, seed), opt,
                unit_cross_entropy if unit_loss else cross_entropy, step, warmup_cosine(steps, 20))
     loss = sum(hist['loss'][-20:])/20
-    shares = {k: found[k].share.item() if k in found else 0. for k in ('weight_grad', 'activation_grad')}
+    shares = {k: found[k].share.item() if k in found else 0.
+              for k in ('weight_grad', 'activation_grad')}
     return dict(loss=loss) | {k: v if loss == loss else loss for k, v in shares.items()}
 
 

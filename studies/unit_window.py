@@ -5,7 +5,8 @@ The training of unit_sweep.py. A row is a form and a loss scale.
 from unit_sweep import FORMS, train
 
 EXPONENTS = range(-20, 21, 4)
-ROWS = [f'{form} 2^{k}' for form in ('regular', 'regular, unit loss', 'unit-scaled') for k in EXPONENTS]
+ROWS = [f'{form} 2^{k}' for form in ('regular', 'regular, unit loss', 'unit-scaled')
+        for k in EXPONENTS]
 SEEDS = range(3)
 
 

@@ -1,8 +1,8 @@
 """Which formats and loss scales let the deep sigmoid net learn? (chapter 04)
 
 A row is a format of forward and backward and a factor on the loss. A seed has learnt when its loss
-ends below 2; guessing gives 2.30. *Only the flush* is FP32, in which nothing is rounded but activation
-gradients below 2^-25 become zero.
+ends below 2; guessing gives 2.30. *Only the flush* is FP32, in which nothing is rounded but
+activation gradients below 2^-25 become zero.
 """
 from dataclasses import replace
 

@@ -180,6 +180,7 @@ def test_torchs_checkpoint_goes_on():
     twin = DynamicScaler(2.**20, growth_interval=7)
     twin.growth_tracker.fill_(5)
     assert feed(ours, found) == feed(twin, found) and ours.min_scale == 2 and len(set(feed(ours, found))) > 3
+    assert [from_torch(old.state_dict() | dict(scale=s)).min_scale for s in (2.**-3, 2.**20)] == [2.**-3, 1]
     for key in old.state_dict():
         with pytest.raises(ValueError, match=key): from_torch({k: v for k, v in old.state_dict().items() if k != key})
 
