@@ -96,7 +96,7 @@ def test_every_callout_is_closed(path):
 
 def notebook(*cells, status='ok', **metadata):
     cells = [new_markdown_cell('# Toy\n\n> A promise'), *cells]
-    return new_notebook(cells=cells, metadata={'mpcourse': {'status': status, 'error': 'it did not start'}, **metadata})
+    return new_notebook(cells=cells, metadata={'mpcourse': {'status': status}, **metadata})
 
 
 def test_an_output_s_links_lead_to_pages_without_numbers():
@@ -160,10 +160,6 @@ def test_a_failed_chapter_names_and_shows_its_failed_cells():
     assert 'href="#failed-3"' in banner.source and 'ValueError: 2 &lt; 1' in banner.source
     assert failed.source == 'y' and 'mpcourse' not in nb.metadata and good.outputs == []
     assert failed.outputs[0].data['text/html'] == '<pre class="error" id="failed-3">line 1\n2 &lt; 1</pre>'
-
-
-def test_a_chapter_that_did_not_start_says_so():
-    assert 'it did not start' in SITE.for_site(notebook(status='failed'), CHAPTER).cells[1].source
 
 
 def test_stale_chapters_are_found(tmp_path):

@@ -1,4 +1,7 @@
-"Tables that notebooks hold (chapters, exercises, names), and README.md from the index notebook and its stored outputs: `python -m tools.readme`"
+"""Tables that notebooks hold, and README.md from the index notebook: `python -m tools.readme`
+
+The tables list chapters, exercises and names. README.md shows what the index notebook printed.
+"""
 import ast, base64, json, re
 from pathlib import Path
 
@@ -7,26 +10,30 @@ from nbclient import NotebookClient
 
 from tools.course import PARTS, chapters
 from tools.exercises import all_exercises
-from tools.pages import directives, is_hidden
+from tools.pages import directives, html_of, is_hidden
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCAL = r'(?!https?:|/|#|\.\./|mailto:)'
 
 
-def first_sentence(text): return re.split(r'(?<=[.?!]) ', text)[0].rstrip('.')
+def first_sentence(text):
+    "Up to its full stop, without it"
+    return re.split(r'(?<=[.?!]) ', text)[0].rstrip('.')
 
 
 def chapter_table(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> str: # Markdown
-    "The table of chapters: number, title, minutes and the first sentence of the promise, as the chapters themselves say them"
+    "The table of chapters, as they themselves say it: number, title, minutes, start of the promise"
     rows = ['| | chapter | minutes | what breaks |', '|---|---|--:|---|']
-    heads = {f'{k:02}': v.partition(' · ') for k, v in PARTS.items() if v}
     for ch in chapters(nbs)[1:]:
-        if ch.number in heads:
-            part, _, title = heads[ch.number]
-            rows.append(f'| {f"**{part[5:]}**" if title else ""} | **{title or part}** | |  |')
-        rows.append(f'| {ch.number} | [{ch.title}]({ch.path.name}) | {ch.minutes} | {first_sentence(ch.promise)} |')
+        heading = PARTS.get(int(ch.number))
+        if heading:
+            part, _, title = heading.partition(' · ')
+            label = f'**{part.removeprefix("Part ")}**' if title else ''
+            rows.append(f'| {label} | **{title or part}** | |  |')
+        promise = first_sentence(ch.promise)
+        rows.append(f'| {ch.number} | [{ch.title}]({ch.path.name}) | {ch.minutes} | {promise} |')
     return '\n'.join(rows)
 
 
@@ -35,45 +42,67 @@ def exercise_table(
 ) -> str: # Markdown
     "All exercises: number, title, points, and the name of what is to be written"
     rows = ['| | exercise | points | to write |', '|---|---|--:|---|']
-    for e in all_exercises(): rows.append(f'| [{e.id}]({e.notebook.name}#exercises) | {e.title} | {e.level} | `{e.name}` |')
+    for exercise in all_exercises():
+        link = f'[{exercise.id}]({exercise.notebook.name}#exercises)'
+        rows.append(f'| {link} | {exercise.title} | {exercise.level} | `{exercise.name}` |')
     return '\n'.join(rows)
+
+
+def public_definitions(
+    text: str, # of a module
+) -> list: # nodes of functions and classes
+    "What a module defines for its users, but for methods that `@patch` adds"
+    found = []
+    for node in ast.parse(text).body:
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name[0] == '_': continue
+        if 'patch' not in ''.join(map(ast.dump, node.decorator_list)): found.append(node)
+    return found
 
 
 def name_table(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> str: # Markdown
-    "All public names of the library: the chapter that builds it, and the first line of its docstring"
+    "All public names of the library: chapter, and the first line of the docstring"
     rows = {}
     for path in sorted((nbs.parent/'mpcourse').glob('[a-z]*.py')):
         text = path.read_text(encoding='utf-8')
-        notebook, body = re.search(r'File to edit: \.\./nbs/(\w+\.ipynb)', text), ast.parse(text).body
-        if not notebook: continue
-        for node in body:
-            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name[0] == '_': continue
-            if any('patch' in ast.dump(d) for d in node.decorator_list): continue
+        source = re.search(r'File to edit: \.\./nbs/(\w+\.ipynb)', text)
+        if not source: continue
+        notebook = source[1]
+        for node in public_definitions(text):
             first = (ast.get_docstring(node) or '').partition('\n')[0].replace('|', '\\|')
-            rows[node.name] = f'| `{node.name}` | [{notebook[1][:2]}]({notebook[1]}) | {first} |'
-    return '\n'.join(['| name | chapter | what it is |', '|---|---|---|', *(rows[n] for n in sorted(rows, key=str.lower))])
+            rows[node.name] = f'| `{node.name}` | [{notebook[:2]}]({notebook}) | {first} |'
+    head = ['| name | chapter | what it is |', '|---|---|---|']
+    return '\n'.join([*head, *map(rows.get, sorted(rows, key=str.lower))])
 
 
-TABLES = {'index.ipynb': ('## The chapters', chapter_table), '96_teaching.ipynb': ('## The exercises', exercise_table),
-          '99_glossary.ipynb': ('## All names', name_table)}
+TABLES = { # notebook -> the heading of a cell, and what makes the table below it
+    'index.ipynb': ('## The chapters', chapter_table),
+    '96_teaching.ipynb': ('## The exercises', exercise_table),
+    '99_glossary.ipynb': ('## All names', name_table)}
+
+
+def dumps(nb):
+    "A notebook as its file has it"
+    return json.dumps(nb, indent=1, ensure_ascii=False) + '\n'
 
 
 def with_table(
-    text: str, # of a notebook
-    heading: str='## The chapters', # of the cell with the table
-    table=chapter_table, # folder -> Markdown
-    nbs: Path=ROOT/'nbs', # the folder of notebooks
+    text: str,    # of a notebook
+    heading: str, # of the cell with the table
+    table: str,   # Markdown
 ) -> str: # the same text with a current table
     "Put the current table in the place of the old one"
     nb = json.loads(text)
-    for c in nb['cells']:
-        source = ''.join(c['source'])
+    for cell in nb['cells']:
+        source = ''.join(cell['source'])
         if not source.startswith(heading): continue
-        c['source'] = re.sub(r'(^\|.*\n?)+', lambda m: table(nbs), source, flags=re.M).splitlines(True)
-    return json.dumps(nb, indent=1, ensure_ascii=False) + '\n'
+        source = re.sub(r'(^\|.*\n?)+', lambda _: table, source, flags=re.M)
+        cell['source'] = source.splitlines(True)
+    return dumps(nb)
 
+
+# --- what a cell shows ---
 
 def slim(
     out: dict, # an output, as the kernel gave it
@@ -90,18 +119,25 @@ def still(
     out: dict, # an output
 ) -> dict: # the picture that a live figure holds; another output as it is
     "What stands where scripts do not run"
-    png = re.search('<img [^>]*src="data:image/png;base64,([^"]+)"', out.get('data', {}).get('text/html', ''))
-    return nbformat.v4.new_output('display_data', {'image/png': png[1]}) if png else out
+    png = re.search('<img [^>]*src="data:image/png;base64,([^"]+)"', html_of(out))
+    if not png: return out
+    return nbformat.v4.new_output('display_data', {'image/png': png[1]})
+
+
+def is_shown(out):
+    "Whether README.md can show an output: no warning, and no script"
+    return out.get('name') != 'stderr' and '<script' not in html_of(out)
 
 
 def keep_shown(
     cell: dict, # a code cell that has been run; changed in place
 ):
-    "Keep the outputs that README.md can show: no warnings, nothing hidden, of a figure that needs a script at most its still picture"
-    d = directives(cell.source)[0]
-    if d.get('readme') == 'still': cell.outputs = [still(o) for o in cell.outputs]
-    def shown(o): return o.get('name') != 'stderr' and '<script' not in o.get('data', {}).get('text/html', '')
-    cell.outputs = [] if is_hidden(d) else [slim(o) for o in cell.outputs if shown(o)]
+    "Keep the outputs that README.md can show; of a figure that needs a script at most a picture"
+    options = directives(cell.source)[0]
+    outputs = cell.outputs
+    if is_hidden(options): outputs = []
+    if options.get('readme') == 'still': outputs = map(still, outputs)
+    cell.outputs = list(map(slim, filter(is_shown, outputs)))
     cell.execution_count = None
 
 
@@ -110,11 +146,18 @@ def executed(
 ) -> dict: # the notebook, run anew
     "Run a notebook, and keep what it prints"
     nb = nbformat.read(path, as_version=4)
-    NotebookClient(nb, timeout=600, resources=dict(metadata=dict(path=str(path.parent))), record_timing=False).execute()
+    resources = dict(metadata=dict(path=str(path.parent)))
+    NotebookClient(nb, timeout=600, resources=resources, record_timing=False).execute()
     for cell in nb.cells:
-        if cell.cell_type != 'code': continue
-        keep_shown(cell)
+        if cell.cell_type == 'code': keep_shown(cell)
     return nb
+
+
+# --- README.md ---
+
+def fenced(text, language=''):
+    "A block of code in Markdown"
+    return f'```{language}\n{text}\n```'
 
 
 def output_text(
@@ -123,10 +166,13 @@ def output_text(
     alt: str,  # the picture's alt text
 ) -> str: # Markdown
     "An output as Markdown"
-    if out.output_type == 'stream': return f'```\n{out.text.rstrip()}\n```'
-    if 'image/png' in out.data: return f'![{alt}]({save(base64.b64decode(out.data["image/png"]))})'
+    if out.output_type == 'stream': return fenced(out.text.rstrip())
+    if 'image/png' in out.data:
+        path = save(base64.b64decode(out.data['image/png']))
+        return f'![{alt}]({path})'
     rich = out.data.get('text/markdown') or out.data.get('text/html')
-    return rich.strip() if rich else f'```\n{out.data["text/plain"].rstrip()}\n```'
+    if rich: return rich.strip()
+    return fenced(out.data['text/plain'].rstrip())
 
 
 def cell_text(
@@ -135,13 +181,17 @@ def cell_text(
 ) -> str: # Markdown, '' for a cell that is not shown
     "A cell as Markdown"
     if cell.cell_type != 'code': return re.sub(r'^:{3,}.*\n?', '', cell.source, flags=re.M).strip()
-    d, code = directives(cell.source)
-    if is_hidden(d): return ''
-    shown = '' if d.get('echo') is False else f'```python\n{code.strip()}\n```'
-    if shown and d.get('code-fold'): shown = f'<details><summary>Imports</summary>\n\n{shown}\n\n</details>'
-    outs = [output_text(o, save, d.get('fig-alt', '')) for o in cell.outputs]
-    caption = f'*{d["fig-cap"]}*' if outs and 'fig-cap' in d else ''
-    return '\n\n'.join(filter(None, [shown, *outs, caption]))
+    options, code = directives(cell.source)
+    if is_hidden(options): return ''
+    parts = []
+    if options.get('echo') is not False:
+        shown = fenced(code.strip(), 'python')
+        if options.get('code-fold'):
+            shown = f'<details><summary>Imports</summary>\n\n{shown}\n\n</details>'
+        parts.append(shown)
+    for out in cell.outputs: parts.append(output_text(out, save, options.get('fig-alt', '')))
+    if cell.outputs and 'fig-cap' in options: parts.append(f'*{options["fig-cap"]}*')
+    return '\n\n'.join(parts)
 
 
 def readme(
@@ -154,26 +204,35 @@ def readme(
         name = f'images/index_{len(pictures) + 1}.png'
         pictures[nbs/name] = png
         return name
-    cells = (index or nbformat.read(nbs/'index.ipynb', as_version=4)).cells
-    body = '\n\n'.join(filter(None, [cell_text(c, save) for c in cells]))
+    if index is None: index = nbformat.read(nbs/'index.ipynb', as_version=4)
+    parts = [cell_text(cell, save) for cell in index.cells]
+    body = '\n\n'.join(filter(None, parts))
     body = re.sub(rf'(\]\(|(?:src|href)="){LOCAL}(?=[^)\s"]+[)"])', rf'\1{nbs.name}/', body)
     body = re.sub(r'\]\(\.\./([^)\s]+\))', r'](\1', body)
-    text = f'<!-- made from {nbs.name}/index.ipynb by `make readme`: edit that -->\n\n{body}\n'
-    return {nbs.parent/'README.md': text.encode(), **pictures}
+    head = f'<!-- made from {nbs.name}/index.ipynb by `make readme`: edit that -->'
+    return {nbs.parent/'README.md': f'{head}\n\n{body}\n'.encode(), **pictures}
 
 
-def current_tables(nbs):
-    "Notebook → its text with a current table"
-    return {p: with_table(p.read_text(encoding='utf-8'), *TABLES[p.name], nbs) for p in nbs.glob('*.ipynb') if p.name in TABLES}
+def current_tables(
+    nbs: Path, # the folder of notebooks
+) -> dict: # path → bytes
+    "The notebooks that hold a table, with a current one"
+    files = {}
+    for name, (heading, table) in TABLES.items():
+        path = nbs/name
+        if not path.exists(): continue
+        text = with_table(path.read_text(encoding='utf-8'), heading, table(nbs))
+        files[path] = text.encode()
+    return files
 
 
 def write_readme(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> list: # the files
-    "Bring the tables up to date, run the index notebook, and write README.md and its pictures from what it prints"
-    for path, text in current_tables(nbs).items(): path.write_text(text, encoding='utf-8')
+    "Bring the tables up to date, run the index, and write README.md and its pictures from it"
+    for path, data in current_tables(nbs).items(): path.write_bytes(data)
     index = nbs/'index.ipynb'
-    index.write_text(json.dumps(executed(index), indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
+    index.write_text(dumps(executed(index)), encoding='utf-8')
     files = readme(nbs)
     for path, data in files.items():
         path.parent.mkdir(exist_ok=True)
@@ -185,8 +244,8 @@ def readme_current(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> bool: # whether README.md and its pictures are what the index notebook says
     "Whether the tables and README.md are what `write_readme` would write"
-    same = all(path.read_text(encoding='utf-8') == text for path, text in current_tables(nbs).items())
-    return same and all(path.exists() and path.read_bytes() == data for path, data in readme(nbs).items())
+    files = {**current_tables(nbs), **readme(nbs)}
+    return all(path.exists() and path.read_bytes() == data for path, data in files.items())
 
 
 if __name__ == '__main__': print(*write_readme())
