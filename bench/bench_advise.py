@@ -13,7 +13,8 @@ from mpcourse.advise import advise_schemes
 from mpcourse.toys import cross_entropy, plain_step
 
 FEW = ('BF16', 'FP16 hold')
-ALL = ('BF16', 'FP16 hold', 'FP16 layer-wise', 'E4M3 per tensor', 'BF16 weights', 'BF16 weights stochastic')
+ALL = ('BF16', 'FP16 hold', 'FP16 layer-wise', 'E4M3 per tensor', 'BF16 weights',
+       'BF16 weights stochastic')
 
 
 def train(model, batch, opt):
@@ -38,7 +39,8 @@ def measured(job, pipe):
 def alone(job):
     here, there = mp.Pipe()
     p = mp.get_context('spawn').Process(target=measured, args=(job, there))
-    with patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_='65536'): p.start()     # what is freed goes back, so that a peak is a peak
+    # what is freed goes back, so that a peak is a peak
+    with patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_='65536'): p.start()
     p.join()
     return here.recv()
 
@@ -49,5 +51,6 @@ def bench_advise():
     rows = []
     for name, job in ('two schemes', advise_few), ('six, of which two store weights', advise_all):
         grown, _ = alone(job)
-        rows.append(Row(f'{name}: memory beyond a training step, over the weights', (grown - step)/weights, at_most=3.3))
+        rows.append(Row(f'{name}: memory beyond a training step, over the weights',
+                        (grown - step)/weights, at_most=3.3))
     return rows

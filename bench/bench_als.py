@@ -60,5 +60,6 @@ def bench_step():
         for _ in range(12): r()
     t = medians(runs, repeats=PAIRS)
     most = 1.03 if device() == 'cuda' else 1.25
-    return [ratio(f'character transformer, {k} / static', t, k, 'static', at_most=most if k == 'ALS' else None)
+    return [ratio(f'character transformer, {k} / static', t, k, 'static',
+                  at_most=most if k == 'ALS' else None)
             for k in kinds if k != 'static']

@@ -23,19 +23,22 @@ def wait():
     if DEVICE == 'cuda': torch.cuda.synchronize()
 
 
-def opt_func(params, lr=1e-3, **kw): return OptimWrapper(params, torch.optim.SGD, lr=lr, momentum=.9)
+def opt_func(params, lr=1e-3, **kw):
+    return OptimWrapper(params, torch.optim.SGD, lr=lr, momentum=.9)
 
 
 def learner_step(make, x, y, cb=None):
     "One batch of a Learner, as `fit` would run it"
-    learn = Learner(tensor_dls((x, y), (x, y), len(y), DEVICE), make(), loss_func=cross_entropy, opt_func=opt_func, cbs=cb)
+    learn = Learner(tensor_dls((x, y), (x, y), len(y), DEVICE), make(), loss_func=cross_entropy,
+                    opt_func=opt_func, cbs=cb)
     learn.remove_cbs([c for c in learn.cbs if c.name == 'progress'])
     learn.create_opt()
     learn.dl, learn.n_iter, learn.n_epoch = learn.dls.train, 10**9, 1
     learn('before_fit'); learn.epoch = 0; learn('before_epoch'); learn('before_train')
     fit = cb.one_fit() if isinstance(cb, MixedPrecisionCB) else nullcontext()
     fit.__enter__()
-    def step(fit=fit): learn.one_batch(0, (x, y)); wait()       # the fit stays open as long as there are steps
+    # the fit stays open as long as there are steps
+    def step(fit=fit): learn.one_batch(0, (x, y)); wait()
     return step
 
 
@@ -56,13 +59,17 @@ def plain_step(make, x, y, amp=False):
 
 def compare(name, make, x, y, repeats, bound=None):
     "Whole steps, in one run"
-    fns = {'learner': learner_step(make, x, y), 'ours': learner_step(make, x, y, MixedPrecisionCB(StaticScaler(1024.))),
+    fns = {'learner': learner_step(make, x, y),
+           'ours': learner_step(make, x, y, MixedPrecisionCB(StaticScaler(1024.))),
            'loop': plain_step(make, x, y), 'amp': plain_step(make, x, y, amp=True)}
     if DEVICE == 'cuda': fns['fastai'] = learner_step(make, x, y, MixedPrecision())
     t = medians(fns, repeats, warm=1)
     ms = {k: round(v*1e3, 3) for k,v in t.items()}
-    rows = [Row(f'{name}: our step / autocast and GradScaler', (t['loop'] + t['ours'] - t['learner'])/t['amp'], at_most=bound, ms=ms)]
-    if DEVICE == 'cuda': rows.append(Row(f"{name}: our step / fastai's MixedPrecision", t['ours']/t['fastai'], at_most=bound, ms=ms))
+    rows = [Row(f'{name}: our step / autocast and GradScaler',
+                (t['loop'] + t['ours'] - t['learner'])/t['amp'], at_most=bound, ms=ms)]
+    if DEVICE == 'cuda':
+        rows.append(Row(f"{name}: our step / fastai's MixedPrecision", t['ours']/t['fastai'],
+                        at_most=bound, ms=ms))
     return rows
 
 

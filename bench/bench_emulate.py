@@ -25,7 +25,8 @@ def steps(make, x, y):
     "The same step on each machine"
     half = partial(step, make, x, y, dtype=torch.float16)
     full = partial(step, make, x, y)
-    return {'fp32': full(nullcontext), 'native half': half(nullcontext), 'fp32_accumulate': half(fp32_accumulate),
+    return {'fp32': full(nullcontext), 'native half': half(nullcontext),
+            'fp32_accumulate': half(fp32_accumulate),
             'saturating': half(partial(fp32_accumulate, 'saturate')), 'emulate fp16': full(partial(emulate_format, 'fp16')),
             'emulate e5m2': full(partial(emulate_format, 'e5m2')), 'emulate e4m3': full(partial(emulate_format, 'e4m3'))}
 
@@ -35,7 +36,8 @@ def bench_mlp():
     g = torch.Generator().manual_seed(0)
     x, y = torch.rand(256, 1, 8, 8, generator=g), torch.randint(10, (256,), generator=g)
     t = medians(steps(partial(relu_mlp, width=512), x, y), few={'native half': 3})
-    return [ratio('MLP 512: native half / fp32_accumulate', t, 'native half', 'fp32_accumulate', at_least=10),
+    return [ratio('MLP 512: native half / fp32_accumulate', t, 'native half', 'fp32_accumulate',
+                  at_least=10),
             ratio('MLP 512: fp32_accumulate / fp32', t, 'fp32_accumulate', 'fp32', at_most=1.5),
             ratio('MLP 512: saturating fp32_accumulate / fp32', t, 'saturating', 'fp32', at_most=2),
             ratio('MLP 512: emulate fp16 / fp32', t, 'emulate fp16', 'fp32', at_most=3),
@@ -47,7 +49,8 @@ def bench_transformer():
     "The course's character transformer: 64 features, 2 blocks, 16 windows of 64 characters"
     x = torch.randint(96, (16, 64), generator=torch.Generator().manual_seed(0))
     t = medians(steps(char_transformer, x, x), few={'native half': 3})
-    return [ratio('transformer: native half / fp32_accumulate', t, 'native half', 'fp32_accumulate'),
+    return [ratio('transformer: native half / fp32_accumulate', t, 'native half',
+                  'fp32_accumulate'),
             ratio('transformer: fp32_accumulate / fp32', t, 'fp32_accumulate', 'fp32', at_most=2.5),
             ratio('transformer: saturating fp32_accumulate / fp32', t, 'saturating', 'fp32', at_most=2.5),
             ratio('transformer: emulate fp16 / fp32', t, 'emulate fp16', 'fp32', at_most=3),
@@ -63,9 +66,11 @@ def bench_overhead():
             with ctx():
                 for _ in range(100): f()
         return run
-    ctxs = {'plain': nullcontext, 'fp32_accumulate': fp32_accumulate, 'emulate fp16': partial(emulate_format, 'fp16')}
+    ctxs = {'plain': nullcontext, 'fp32_accumulate': fp32_accumulate,
+            'emulate fp16': partial(emulate_format, 'fp16')}
     rows = []
     for name, f in {'relu': x.relu, 'view': lambda: x.view(64)}.items():
         t = medians({k: under(c, f) for k, c in ctxs.items()}, repeats=31)
-        rows += [Row(f'{name}: added by {k}', (t[k] - t['plain'])*1e4, unit='µs') for k in list(ctxs)[1:]]
+        rows += [Row(f'{name}: added by {k}', (t[k] - t['plain'])*1e4, unit='µs')
+                 for k in list(ctxs)[1:]]
     return rows

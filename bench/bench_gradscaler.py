@@ -7,7 +7,8 @@ from mpcourse.gradscaler import GradScaler
 
 SETS = {'60 tensors, 5 M': [(408, 408), (408,)]*30, '160 tensors, 25 M': [(558, 558), (558,)]*80}
 OPTS = {'SGD': dict(cls=torch.optim.SGD, lr=1e-9), 'Adam': dict(cls=torch.optim.Adam, lr=1e-9)}
-TURNS = 7200                              # tensors times turns: the smaller set is noisier and gets more
+# tensors times turns: the smaller set is noisier and gets more
+TURNS = 7200
 
 
 class Reads(TorchDispatchMode):
@@ -15,7 +16,8 @@ class Reads(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        self.count += func in (torch.ops.aten._local_scalar_dense.default,
+                               torch.ops.aten.is_nonzero.default)
         return func(*args, **kwargs or {})
 
 
@@ -42,7 +44,8 @@ def alternate(training, scalers, done):
     times = {k: [] for k in scalers}
     for i in range(TURNS//len(training.params) + 3):
         for k,scaler in list(scalers.items())[::1 - 2*(i % 2)]:
-            training.refill(); training.step(scaler); done()     # once untimed: none pays for what the other left in the caches
+            # once untimed: none pays for what the other left in the caches
+            training.refill(); training.step(scaler); done()
             start = time.perf_counter()
             training.step(scaler); done()
             if i >= 3: times[k].append(time.perf_counter() - start)

@@ -4,10 +4,12 @@ from harness import Row, medians, ratio
 from mpcourse.half import model_to_half
 from mpcourse.master import get_master, to_master_grads, to_model_params
 
-BIG, SMALL, LAYERS = 576, 64, 30         # 30 layers: 60 tensors, with BIG features 10 million parameters
+# 30 layers: 60 tensors, with BIG features 10 million parameters
+BIG, SMALL, LAYERS = 576, 64, 30
 
 
-def net(width, device='cpu'): return nn.Sequential(*[nn.Linear(width, width) for _ in range(LAYERS)]).to(device)
+def net(width, device='cpu'):
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(LAYERS)]).to(device)
 
 
 def bench_master_path():
@@ -33,11 +35,14 @@ def bench_master_path():
             done()
         t = medians({'ours': ours, 'kernels': kernels}, repeats=31)
         n, shape = sum(p.numel() for p in ps), 'flat masters' if flat else 'masters'
-        rows += [ratio(f'{shape}: up and down / its kernels', t, 'ours', 'kernels', at_most=None if flat else 1.3),
+        rows += [ratio(f'{shape}: up and down / its kernels', t, 'ours', 'kernels',
+                       at_most=None if flat else 1.3),
                  Row(f'{shape}: 12 bytes a weight, moved at', 12*n/t['ours']/1e9, unit='GB/s')]
     big = torch.empty(n*3, device=device)
     def copy(): big.copy_(src); done()
     src = torch.zeros_like(big)
     t |= medians({'copy': copy}, repeats=31)
-    floor = 12*n/(2*big.numel()*4/t['copy'])                    # the time of 12 bytes a weight at the speed of a plain copy
-    return rows + [Row('masters: time / the time to move 12 bytes a weight', t['ours']/floor, at_most=1.5 if device == 'cuda' else None)]
+    # the time of 12 bytes a weight at the speed of a plain copy
+    floor = 12*n/(2*big.numel()*4/t['copy'])
+    return rows + [Row('masters: time / the time to move 12 bytes a weight', t['ours']/floor,
+                       at_most=1.5 if device == 'cuda' else None)]

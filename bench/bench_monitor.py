@@ -29,7 +29,8 @@ def setting(watched=None, watch={}, **kw):
     opt, scaler = torch.optim.Adam(model.parameters(), lr=1e-3), StaticScaler(1024.).to(DEVICE)
     step = MixedStep(scaler)
     x = torch.randint(96, (16, 64), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    c = None if watched is None else TensorCollector(model, lambda n: watched, opt=opt, scaler=scaler, keep=10, **watch)
+    c = None if watched is None else TensorCollector(model, lambda n: watched, opt=opt,
+        scaler=scaler, keep=10, **watch)
     def run():
         out = step(model, x, x, opt, cross_entropy)
         if c is not None: c.step(out['loss'])
@@ -39,7 +40,8 @@ def setting(watched=None, watch={}, **kw):
 
 def cost(name, kinds, repeats, **kw):
     "Costs of collections, spread over the steps until the next; kinds: name -> (arguments of the collector, bound)"
-    runs = {'bare': setting(**kw), 'idle': setting(False, **kw)} | {k: setting(True, w, **kw) for k, (w, _) in kinds.items()}
+    runs = {'bare': setting(**kw),
+        'idle': setting(False, **kw)} | {k: setting(True, w, **kw) for k, (w, _) in kinds.items()}
     times = {k: [] for k in runs}
     for run in runs.values(): run()
     for _ in range(repeats):
@@ -50,8 +52,10 @@ def cost(name, kinds, repeats, **kw):
     t = {k: median(v) for k, v in times.items()}
     def row(k, bound):
         share = 1 + (t[k] - t['idle'])/EVERY/t['bare']
-        return Row(f'{name}: {k}, every {EVERY} steps', share, at_most=bound, ms={n: round(t[n]*1e3, 3) for n in ('bare', 'idle', k)})
-    idle = Row(f'{name}: a collector that is not due', t['idle']/t['bare'], at_most=kinds['everything'][1] and 1.02)
+        return Row(f'{name}: {k}, every {EVERY} steps', share, at_most=bound,
+                   ms={n: round(t[n]*1e3, 3) for n in ('bare', 'idle', k)})
+    idle = Row(f'{name}: a collector that is not due', t['idle']/t['bare'],
+               at_most=kinds['everything'][1] and 1.02)
     return [idle, *(row(k, bound) for k, (_, bound) in kinds.items())]
 
 
@@ -63,7 +67,8 @@ def bench_char_transformer():
 def bench_wide():
     "Two blocks of width 1,024: 25 million parameters"
     kinds = {'gradients': (GRADS, 1.02), 'everything': ({}, 1.06)}
-    return cost('two blocks of width 1,024', kinds, 7 if DEVICE == 'cpu' else 31, d=1024, layers=2, heads=8)
+    return cost('two blocks of width 1,024', kinds, 7 if DEVICE == 'cpu' else 31, d=1024, layers=2,
+                heads=8)
 
 
 def bench_memory():
@@ -71,7 +76,8 @@ def bench_memory():
     run = setting(watched=True)
     def held():
         gc.collect()
-        tensors = sum(o.numel()*o.element_size() for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
+        tensors = sum(o.numel()*o.element_size() for o in gc.get_objects()
+                      if type(o) in (torch.Tensor, torch.nn.Parameter))
         return tensors + tracemalloc.get_traced_memory()[0]
     tracemalloc.start()
     for _ in range(60): run()

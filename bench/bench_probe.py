@@ -11,7 +11,8 @@ from harness import Row
 from mpcourse.probe import probe_precision
 from mpcourse.toys import CharTransformer, cross_entropy, seeded
 
-SIZES = {'the toy, 117 thousand parameters': ({}, 16, 64, 5), '160 million parameters': (dict(d=1024, layers=12, heads=16), 2, 64, 1)}
+SIZES = {'the toy, 117 thousand parameters': ({}, 16, 64, 5),
+         '160 million parameters': (dict(d=1024, layers=12, heads=16), 2, 64, 1)}
 
 
 def setting(kw, bs, context):
@@ -61,7 +62,11 @@ def bench_probe():
         step, step_memory, weights = alone(fp32_step, kw, bs, context, repeats)
         probe, memory, _ = alone(probe_step, kw, bs, context, repeats)
         large = weights > 1e8
-        rows.append(Row(f'{name}: time of a probe in FP32 steps', probe/step, at_most=6 if large else None, ms=dict(step=round(step*1e3), probe=round(probe*1e3))))
-        if large:                                                  # a small model drowns in what the process needs anyway
-            rows.append(Row(f'{name}: memory of a probe over that of weights and a step', (weights + memory)/(weights + step_memory), at_most=2.5))
+        rows.append(Row(f'{name}: time of a probe in FP32 steps', probe/step,
+                        at_most=6 if large else None,
+                        ms=dict(step=round(step*1e3), probe=round(probe*1e3))))
+        # a small model drowns in what the process needs anyway
+        if large:
+            rows.append(Row(f'{name}: memory of a probe over that of weights and a step',
+                            (weights + memory)/(weights + step_memory), at_most=2.5))
     return rows

@@ -7,7 +7,8 @@ from mpcourse.rounding import _beyond, _native, _round_to_grid, quantize
 from mpcourse.formats import get_format
 
 N = 1_000_000
-FLOORS = dict(fp16=2, bf16=2, e5m2=.8, e4m3=.2, e4m3fnuz=.2, e5m2fnuz=.2, e3m4=.1, e6m9=.1, tf32=.1)  # G elements/s
+# G elements/s
+FLOORS = dict(fp16=2, bf16=2, e5m2=.8, e4m3=.2, e4m3fnuz=.2, e5m2fnuz=.2, e3m4=.1, e6m9=.1, tf32=.1)
 
 
 def bench_throughput():
@@ -16,7 +17,8 @@ def bench_throughput():
     t = medians({f: lambda f=f: quantize(x, f) for f in FLOORS} | {r: lambda r=r: quantize(x, 'fp16', r) for r in ('stochastic', 'toward_zero')},
                 repeats=21)
     return ([Row(f'quantize {f}', N/t[f]/1e9, at_least=lo, unit='G/s') for f,lo in FLOORS.items()]
-            + [Row(f'quantize fp16 {r}', N/t[r]/1e9, unit='G/s') for r in ('stochastic', 'toward_zero')])
+            + [Row(f'quantize fp16 {r}', N/t[r]/1e9, unit='G/s')
+               for r in ('stochastic', 'toward_zero')])
 
 
 def bench_native_against_generic():
@@ -32,9 +34,12 @@ def bench_against_gfloat():
     "A hundred thousand elements; gfloat rounds numpy arrays in FP64"
     x, rows = torch.randn(100_000), []
     a = x.double().numpy()
-    peers = dict(fp16=(gf.format_info_binary16, 10), bf16=(gf.format_info_bfloat16, 10), e5m2=(gf.format_info_ocp_e5m2, 10),
-                 e4m3=(gf.format_info_ocp_e4m3, 10), e3m2=(gf.format_info_ocp_e3m2, 5), e2m1=(gf.format_info_ocp_e2m1, 5))
+    peers = dict(fp16=(gf.format_info_binary16, 10), bf16=(gf.format_info_bfloat16, 10),
+                 e5m2=(gf.format_info_ocp_e5m2, 10),
+                 e4m3=(gf.format_info_ocp_e4m3, 10), e3m2=(gf.format_info_ocp_e3m2, 5),
+                 e2m1=(gf.format_info_ocp_e2m1, 5))
     for f,(info,floor) in peers.items():
-        t = medians({'gfloat': lambda: gfloat.round_ndarray(info, a, sat=True), 'ours': lambda: quantize(x, f)}, few={'gfloat': 5})
+        t = medians({'gfloat': lambda: gfloat.round_ndarray(info, a, sat=True),
+                     'ours': lambda: quantize(x, f)}, few={'gfloat': 5})
         rows.append(ratio(f'gfloat / quantize {f}', t, 'gfloat', 'ours', at_least=floor))
     return rows

@@ -12,9 +12,11 @@ DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 
 def net():
     "53 convolutions, each with BatchNorm: 25 million weights, 159 buffers"
-    def block(i): return [nn.Conv2d(i, 230, 3, padding=1, bias=False), nn.BatchNorm2d(230), nn.ReLU()]
+    def block(i):
+        return [nn.Conv2d(i, 230, 3, padding=1, bias=False), nn.BatchNorm2d(230), nn.ReLU()]
     layers = block(3) + [m for _ in range(52) for m in block(230)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(230, 10)).to(DEVICE)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(230, 10)).to(DEVICE)
 
 
 def steps(x, y, kept):
@@ -43,7 +45,9 @@ def bench_buffers():
     "A small batch: the larger, the cheaper is a copy beside it"
     bs, size = (64, 32) if DEVICE == 'cuda' else (16, 4)
     x, y = torch.randn(bs, 3, size, size, device=DEVICE), torch.randint(10, (bs,), device=DEVICE)
-    t = medians({'kept': steps(x, y, True), 'not kept': steps(x, y, False), 'copies': copies()}, 9, warm=1)
+    t = medians({'kept': steps(x, y, True), 'not kept': steps(x, y, False), 'copies': copies()}, 9,
+                warm=1)
     ms = {k: round(v*1e3, 3) for k, v in t.items()}
-    return [Row('a step that keeps 159 buffers / one that does not', t['kept']/t['not kept'], ms=ms),
+    return [Row('a step that keeps 159 buffers / one that does not', t['kept']/t['not kept'],
+                ms=ms),
             Row('the copies alone / the step', t['copies']/t['not kept'], at_most=.02, ms=ms)]

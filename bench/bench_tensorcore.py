@@ -7,7 +7,8 @@ from harness import medians, ratio
 from mpcourse.tensorcore import as_gpu
 from mpcourse.toys import batches, char_transformer, cross_entropy, drawings, heads_loss, two_heads
 
-GPUS = {'fp32': nullcontext, 'casts alone': partial(as_gpu, None, 'e4m3'), 'H100 FP8': partial(as_gpu, 'H100', 'e4m3'),
+GPUS = {'fp32': nullcontext, 'casts alone': partial(as_gpu, None, 'e4m3'),
+        'H100 FP8': partial(as_gpu, 'H100', 'e4m3'),
         'H100 FP8 each 128': partial(as_gpu, 'H100', 'e4m3', promote=128), 'RTX 4090 FP8': partial(as_gpu, 'RTX 4090', 'e4m3'),
         'B200 FP8': partial(as_gpu, 'B200', 'e4m3'), 'H100 FP16': partial(as_gpu, 'H100', 'fp16'),
         'A100 FP16': partial(as_gpu, 'A100', 'fp16'), 'V100 FP16': partial(as_gpu, 'V100', 'fp16')}
@@ -26,7 +27,8 @@ def step(model, x, y, loss_func, ctx):
 def rows(title, make, x, y, loss_func, bounds):
     "A ratio to FP32 for each GPU"
     t = medians({name: step(make(), x, y, loss_func, ctx) for name, ctx in GPUS.items()}, repeats=5)
-    return [ratio(f'{title}: {name} / fp32', t, name, 'fp32', at_most=bounds.get(name)) for name in list(GPUS)[1:]]
+    return [ratio(f'{title}: {name} / fp32', t, name, 'fp32', at_most=bounds.get(name))
+            for name in list(GPUS)[1:]]
 
 
 def bench_transformer():
@@ -41,4 +43,5 @@ def bench_two_heads():
     return rows('two heads', two_heads, x, y, heads_loss, {})
 
 
-BOUND = {'H100 FP8': 25}    # CPU time: 20 times FP32's; three passes over each product and Python's calls bound it
+# CPU time: 20 times FP32's; three passes over each product and Python's calls bound it
+BOUND = {'H100 FP8': 25}

@@ -55,13 +55,18 @@ class Transformer(nn.Module):
         self.tok, self.pos, self.head = nn.Parameter(torch.randn(n_out, d)), nn.Parameter(torch.randn(context, d)), par(n_out, d)
         self.ps = nn.ParameterDict()
         for i in range(layers):
-            self.ps |= {f'qkv{i}': par(3*d, d), f'out{i}': par(d, d), f'up{i}': par(4*d, d), f'down{i}': par(d, 4*d)}
-            self.ps |= {f'{n}{i}': nn.Parameter(f(d)) for n, f in dict(g1=torch.ones, b1=torch.zeros, g2=torch.ones, b2=torch.zeros).items()}
+            self.ps |= {f'qkv{i}': par(3*d, d), f'out{i}': par(d, d), f'up{i}': par(4*d, d),
+                        f'down{i}': par(d, 4*d)}
+            self.ps |= {f'{n}{i}': nn.Parameter(f(d))
+                        for n, f in dict(g1=torch.ones, b1=torch.zeros, g2=torch.ones,
+                                         b2=torch.zeros).items()}
 
     def attend(self, x, i):
         b, t, d = x.shape
-        q, k, v = self.ops.linear(x, self.ps[f'qkv{i}']).view(b, t, 3, self.heads, d//self.heads).permute(2, 0, 3, 1, 4)
-        return self.ops.linear(self.ops.attention(q, k, v).transpose(1, 2).reshape(b, t, d), self.ps[f'out{i}'])
+        q, k, v = self.ops.linear(x, self.ps[f'qkv{i}']).view(b, t, 3, self.heads,
+            d//self.heads).permute(2, 0, 3, 1, 4)
+        return self.ops.linear(self.ops.attention(q, k, v).transpose(1, 2).reshape(b, t, d),
+                               self.ps[f'out{i}'])
 
     def forward(self, ids, y):
         o, p = self.ops, self.ps
@@ -70,7 +75,8 @@ class Transformer(nn.Module):
             b, s = o.split(x)
             x = o.add(self.attend(o.norm(b, p[f'g1{i}'], p[f'b1{i}']), i), s)
             b, s = o.split(x)
-            x = o.add(o.linear(o.gelu(o.linear(o.norm(b, p[f'g2{i}'], p[f'b2{i}']), p[f'up{i}'])), p[f'down{i}']), s)
+            x = o.add(o.linear(o.gelu(o.linear(o.norm(b, p[f'g2{i}'], p[f'b2{i}']), p[f'up{i}'])),
+                               p[f'down{i}']), s)
         return o.loss(o.readout(x, self.head).flatten(0, -2), y.flatten())
 
 
@@ -89,11 +95,14 @@ def step(ops, d, layers, context, batch, compiled=False):
 
 def rows(name, at_most, few={}, compiled=False, **size):
     "Ours and the peer's against plain"
-    fns = {'plain': step(Plain, compiled=compiled, **size), 'ours': step(Ours, compiled=compiled, **size)}
+    fns = {'plain': step(Plain, compiled=compiled, **size),
+           'ours': step(Ours, compiled=compiled, **size)}
     if (p := peer()) and not compiled: fns['package'] = step(p, **size)
     t = medians(fns, **few)
     found = [ratio(f'{name}: unit-scaled / plain', t, 'ours', 'plain', at_most=at_most)]
-    if 'package' in t: found += [ratio(f'{name}: package / plain', t, 'package', 'plain'), ratio(f'{name}: package / ours', t, 'package', 'ours', at_least=1)]
+    if 'package' in t:
+        found += [ratio(f'{name}: package / plain', t, 'package', 'plain'),
+                  ratio(f'{name}: package / ours', t, 'package', 'ours', at_least=1)]
     return found
 
 
@@ -119,7 +128,11 @@ def bench_compiled():
 def bench_flops():
     "BERT-Large, a step over 512 tokens: multiplications by factors, in percent of those in matrix products (the authors: 0.2)"
     d, h, t, layers = 1024, 4096, 512, 24
-    products = 3*layers*(t*(4*d*d + 2*d*h) + 2*t*t*d)                       # forward, and twice that backward
-    forward = t*(3*d + d + h + d) + t*h + t*d + 2*2*t*d                     # linear layers, gelu, attention, two weighted adds
-    backward = t*(3*d + d + h + d) + t*h + t*d + 2*2*t*d + 4*d*d + 2*d*h    # the same, and the weights' gradients
-    return [Row('BERT-Large, 512 tokens: factors / products', 100*layers*(forward + backward)/products, at_most=.5, unit='%')]
+    # forward, and twice that backward
+    products = 3*layers*(t*(4*d*d + 2*d*h) + 2*t*t*d)
+    # linear layers, gelu, attention, two weighted adds
+    forward = t*(3*d + d + h + d) + t*h + t*d + 2*2*t*d
+    # the same, and the weights' gradients
+    backward = t*(3*d + d + h + d) + t*h + t*d + 2*2*t*d + 4*d*d + 2*d*h
+    return [Row('BERT-Large, 512 tokens: factors / products',
+                100*layers*(forward + backward)/products, at_most=.5, unit='%')]

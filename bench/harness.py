@@ -21,9 +21,11 @@ class Row:
 
     @property
     def bound(self):
-        return ' '.join(f'{s} {b:g}' for s, b in (('≤', self.at_most), ('≥', self.at_least)) if b is not None)
+        return ' '.join(f'{s} {b:g}' for s, b in (('≤', self.at_most), ('≥', self.at_least))
+                        if b is not None)
 
-    def json(self): return asdict(self) | dict(value=round(self.value, 4), bound=self.bound, ok=self.ok)
+    def json(self):
+        return asdict(self) | dict(value=round(self.value, 4), bound=self.bound, ok=self.ok)
 
 
 def medians(
@@ -31,7 +33,8 @@ def medians(
     repeats: int = 11, # timed calls of each, one after the other in turn
     number: int = 1,   # calls inside one timing, for what takes microseconds
     few: dict = {},    # name -> fewer repeats, for what takes long
-    warm: int = 0,     # calls before each timing, so that none pays for what the one before it left in the caches
+    # calls before each timing, so that none pays for what the one before it left in the caches
+    warm: int = 0,
 ) -> dict: # name -> median seconds of one call
     "Time functions in turn, so that whatever else the machine does hits all of them alike"
     times = {k: [] for k in fns}
@@ -54,4 +57,5 @@ def ratio(
     **bounds,    # at_most, at_least
 ) -> Row:
     "The row of a ratio of two medians out of one run"
-    return Row(name, t[above]/t[below], ms={k: round(t[k]*1e3, 4) for k in (above, below)}, **bounds)
+    return Row(name, t[above]/t[below], ms={k: round(t[k]*1e3, 4) for k in (above, below)},
+               **bounds)

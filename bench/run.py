@@ -15,7 +15,8 @@ def functions(
 ) -> list: # its functions named bench_…, in the order of the file
     "The benchmarks of a module"
     mod = importlib.import_module(name)
-    return [f for n, f in vars(mod).items() if n.startswith('bench_') and callable(f) and f.__module__ == name]
+    return [f for n, f in vars(mod).items() if n.startswith('bench_') and callable(f)
+            and f.__module__ == name]
 
 
 def measure(
@@ -36,7 +37,8 @@ def show(name, rows):
     for r in rows:
         ms = ', '.join(f'{k} {v:.3g} ms' for k, v in r.ms.items())
         verdict = 'BROKEN' if not r.ok else 'ok' if r.bound else ''
-        print(f'{name:10} {r.name:{w}} {r.value:8.2f} {r.unit:3} {r.bound:7} {verdict:7} {ms}', flush=True)
+        print(f'{name:10} {r.name:{w}} {r.value:8.2f} {r.unit:3} {r.bound:7} {verdict:7} {ms}',
+              flush=True)
 
 
 def store(
@@ -55,9 +57,11 @@ def store(
 def main(argv=None):
     "The command"
     p = argparse.ArgumentParser(description='Run the benchmarks and compare them with their bounds.')
-    p.add_argument('names', nargs='*', help="which ones: 'emulate' for bench_emulate.py; all if none is given")
+    p.add_argument('names', nargs='*',
+                   help="which ones: 'emulate' for bench_emulate.py; all if none is given")
     p.add_argument('--threads', type=int, default=1, help='threads of torch (1)')
-    p.add_argument('--retries', type=int, default=2, help='how often one with a broken bound is measured again (2)')
+    p.add_argument('--retries', type=int, default=2,
+                   help='how often one with a broken bound is measured again (2)')
     p.add_argument('--out', type=Path, default=HERE/'results', help='folder of the results')
     args = p.parse_args(argv)
     there = sorted(f.stem.removeprefix('bench_') for f in HERE.glob('bench_*.py'))

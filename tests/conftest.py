@@ -6,8 +6,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = sorted((ROOT/'nbs').glob('*.ipynb'))
-CHROME = next((p for n in ('chromium', 'chromium-browser', 'google-chrome') if (p := shutil.which(n))), None)
-CHROME_ARGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
+CHROME = next((p for n in ('chromium', 'chromium-browser', 'google-chrome')
+               if (p := shutil.which(n))), None)
+CHROME_ARGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run',
+               '--disable-background-networking',
                '--disable-component-update', '--disable-sync']
 
 sys.path[:0] = [str(ROOT/'tests'), str(ROOT)]
@@ -26,7 +28,8 @@ def each(names, values):
                 case = dict(zip(names, value)) if len(names) > 1 else {names[0]: value}
                 try: test(*args, **fixtures, **case)
                 except pytest.skip.Exception: skipped += 1
-                except (Exception, pytest.fail.Exception) as e: failed.append(f'{case}: {type(e).__name__}: {e}')
+                except (Exception,
+                    pytest.fail.Exception) as e: failed.append(f'{case}: {type(e).__name__}: {e}')
             assert not failed, f'{len(failed)} of {len(values)} cases:\n' + '\n'.join(f[:1000] for f in failed[:20])
             if skipped and skipped == len(values): pytest.skip('every case was skipped')
         known = inspect.signature(test)
@@ -39,7 +42,8 @@ def each(names, values):
 def pytest_collection_modifyitems(items):
     "What depends on sockets, other processes or a browser gets a second try, and the report shows it"
     for item in items:
-        if {'ranks', 'browser', 'lab'} & set(item.fixturenames): item.add_marker(pytest.mark.flaky(reruns=1))
+        if {'ranks', 'browser', 'lab'} & set(item.fixturenames):
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 def pytest_runtest_logreport(report):
@@ -78,18 +82,22 @@ def ranks(tmp_path):
         "ends is the exit code of each; they leave nothing to load where it is not 0"
         import torch
         (tmp_path/'meet').unlink(missing_ok=True)
-        env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join([str(ROOT/'tests'), os.environ.get('PYTHONPATH', '')])}
-        procs = [subprocess.Popen([sys.executable, '-c', RANK.format(code=code), str(r), str(n), str(tmp_path)], env=env, text=True,
+        env = {**os.environ, 'OMP_NUM_THREADS': '1',
+               'PYTHONPATH': os.pathsep.join([str(ROOT/'tests'), os.environ.get('PYTHONPATH', '')])}
+        procs = [subprocess.Popen([sys.executable, '-c', RANK.format(code=code), str(r), str(n),
+                                   str(tmp_path)], env=env, text=True,
                                   stderr=subprocess.PIPE) for r in range(n)]
         try: errs = [p.communicate(timeout=200)[1] for p in procs]
         finally:
             for p in procs: p.kill()        # where one waits for a rank that is gone
         for p,err in zip(procs, errs): assert p.returncode == ends, err[-3000:]
-        return None if ends else [torch.load(tmp_path/f'{r}.pt', weights_only=False) for r in range(n)]
+        return None if ends else [torch.load(tmp_path/f'{r}.pt', weights_only=False)
+                                  for r in range(n)]
     return run
 
 
-LOOKING = ('item', '__bool__', '__float__', '__int__', 'tolist', 'numpy', '__index__') # every way of a tensor's value to the host
+# every way of a tensor's value to the host
+LOOKING = ('item', '__bool__', '__float__', '__int__', 'tolist', 'numpy', '__index__')
 
 
 @pytest.fixture
@@ -114,8 +122,10 @@ def small_course(tmp_path):
         nbs = tmp_path/'nbs'
         nbs.mkdir(exist_ok=True)
         for stem, cells in stems.items():
-            made = [new_markdown_cell(c.removeprefix('%md ')) if c.startswith(('# ', ':::', '%md ')) else new_code_cell(c) for c in cells]
-            (nbs/f'{stem.lstrip("_")}.ipynb').write_text(writes(new_notebook(cells=made)), encoding='utf-8')
+            made = [new_markdown_cell(c.removeprefix('%md ')) if c.startswith(('# ', ':::', '%md '))
+                    else new_code_cell(c) for c in cells]
+            (nbs/f'{stem.lstrip("_")}.ipynb').write_text(writes(new_notebook(cells=made)),
+                encoding='utf-8')
         return nbs
     return write
 
@@ -126,7 +136,8 @@ def browser(tmp_path_factory):
     if CHROME is None: pytest.skip('there is no Chromium here')
     sync_api = pytest.importorskip('playwright.sync_api')
     with sync_api.sync_playwright() as p:
-        ctx = p.chromium.launch_persistent_context(str(tmp_path_factory.mktemp('profile')), executable_path=CHROME,
+        ctx = p.chromium.launch_persistent_context(str(tmp_path_factory.mktemp('profile')),
+            executable_path=CHROME,
                                                    headless=True, args=CHROME_ARGS)
         yield ctx
         ctx.close()
@@ -145,4 +156,5 @@ def course_pages():
 def barriers(page):
     "What axe-core calls serious or critical on an open page"
     axe = pytest.importorskip('axe_playwright_python.sync_playwright').Axe()
-    return [(v['id'], v['nodes'][0]['html'][:120]) for v in axe.run(page).response['violations'] if v['impact'] in ('serious', 'critical')]
+    return [(v['id'], v['nodes'][0]['html'][:120]) for v in axe.run(page).response['violations']
+            if v['impact'] in ('serious', 'critical')]

@@ -13,7 +13,8 @@ COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 
 def is_parallel(node):
     "a, b = x, y"
-    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0],
+        ast.Tuple) and isinstance(node.value, ast.Tuple)
 
 
 def density(
@@ -26,7 +27,8 @@ def density(
                   conditionals=sum(isinstance(n, ast.IfExp) for n in nodes),
                   parallel=sum(map(is_parallel, nodes)))
     rates = {name: round(100*n/max(statements, 1), 1) for name, n in counts.items()}
-    long = [line for line in text.splitlines() if len(line) > 100 and not line.startswith(('"""', '__all__', ' '*11 + "'"))]
+    long = [line for line in text.splitlines() if len(line) > 100
+            and not line.startswith(('"""', '__all__', ' '*11 + "'"))]
     return rates | dict(long_lines=len(long))
 
 
@@ -43,5 +45,6 @@ if __name__ == '__main__':
         print(f'{name:12}', *(f'{what} {n:5}' for what, n in numbers.items()))
         old = stored.get(name, numbers)
         found[name] = {what: min(n, old[what]) for what, n in numbers.items()}
-    lines = ',\n'.join(f'  {json.dumps(name)}: {json.dumps(numbers)}' for name, numbers in found.items())
+    lines = ',\n'.join(f'  {json.dumps(name)}: {json.dumps(numbers)}'
+                       for name, numbers in found.items())
     STORE.write_text('{\n' + lines + '\n}\n')

@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 LIBENV = ROOT/'.venv-library'
-FASTAI = 'callback monitor checkpoint accumulate'.split()  # tests of what another fastai could break, beside the promises
+# tests of what another fastai could break, beside the promises
+FASTAI = 'callback monitor checkpoint accumulate'.split()
 CHKSTYLE_IGNORE = 'continuation-indent,semicolon,dict-literal,single-statement-body,inefficient-multiline-expression'
 
 
@@ -21,19 +22,22 @@ class Counts:
     failed: int = 0
     skipped: int = 0
 
-    def __add__(self, o): return Counts(self.passed + o.passed, self.failed + o.failed, self.skipped + o.skipped)
+    def __add__(self, o):
+        return Counts(self.passed + o.passed, self.failed + o.failed, self.skipped + o.skipped)
     def __str__(self): return f'{self.passed} passed, {self.failed} failed, {self.skipped} skipped'
 
 
 def environment(**more):
     "One thread per process, no colours, and a variable that tells the tests that the pages are fresh"
     one = {f'{v}_NUM_THREADS': '1' for v in ('OMP', 'MKL', 'OPENBLAS')}
-    return {**os.environ, **one, 'MPCOURSE_TEST': '1', 'PIP_DISABLE_PIP_VERSION_CHECK': '1', 'NO_COLOR': '1', **more}
+    return {**os.environ, **one, 'MPCOURSE_TEST': '1', 'PIP_DISABLE_PIP_VERSION_CHECK': '1',
+            'NO_COLOR': '1', **more}
 
 
 def sh(*cmd, cwd=ROOT, **env):
     "Run a command and return its exit code. It has no time limit, since single tests and cells have theirs"
-    p = subprocess.Popen([str(c) for c in cmd], cwd=cwd, env=environment(**env), start_new_session=True)
+    p = subprocess.Popen([str(c) for c in cmd], cwd=cwd, env=environment(**env),
+                         start_new_session=True)
     try: return p.wait()
     except BaseException:
         os.killpg(p.pid, signal.SIGKILL)
@@ -50,9 +54,11 @@ def copy_project(tmp):
     "What nbdev needs, in a folder of its own"
     for f in ('settings.ini', 'setup.py', 'pyproject.toml', '_quarto.yml', 'README.md'):
         if (ROOT/f).exists(): shutil.copy(ROOT/f, tmp)
-    shutil.copytree(ROOT/'nbs', tmp/'nbs', symlinks=True, ignore=shutil.ignore_patterns('.ipynb_checkpoints', '_*'))
+    shutil.copytree(ROOT/'nbs', tmp/'nbs', symlinks=True,
+                    ignore=shutil.ignore_patterns('.ipynb_checkpoints', '_*'))
     (tmp/'mpcourse').mkdir()
-    shutil.copy(ROOT/'mpcourse/__init__.py', tmp/'mpcourse')    # written by hand: nbdev only sets its version
+    # written by hand: nbdev only sets its version
+    shutil.copy(ROOT/'mpcourse/__init__.py', tmp/'mpcourse')
     return tmp
 
 
@@ -60,8 +66,10 @@ def in_sync(tmp):
     "Whether the package is what the notebooks export, no file more or less"
     code = sh(BIN/'nbdev_export', cwd=tmp)
     new, old = ({p.name for p in (d/'mpcourse').glob('*.py')} for d in (tmp, ROOT))
-    differ = sorted(n for n in new | old if n not in new & old or not filecmp.cmp(tmp/'mpcourse'/n, ROOT/'mpcourse'/n, shallow=False))
-    for n in differ: print(f'mpcourse/{n} differs from what the notebooks export: run nbdev_export.')
+    differ = sorted(n for n in new | old if n not in new & old
+                    or not filecmp.cmp(tmp/'mpcourse'/n, ROOT/'mpcourse'/n, shallow=False))
+    for n in differ:
+        print(f'mpcourse/{n} differs from what the notebooks export: run nbdev_export.')
     return check('the package is what the notebooks export', code == 0 and not differ)
 
 
@@ -85,21 +93,26 @@ def exports():
 
 def lint():
     "ruff on Python files"
-    python = [d for d in ('mpcourse', 'tests', 'bench', 'tools', 'studies', 'setup.py') if (ROOT/d).exists()]
+    python = [d for d in ('mpcourse', 'tests', 'bench', 'tools', 'studies', 'setup.py')
+              if (ROOT/d).exists()]
     # F811: @patch gives methods of one name to several classes; test_structure finds those given twice to one
-    ruff = sh(BIN/'ruff', 'check', '--no-cache', '--select', 'F,E9', '--per-file-ignores', 'mpcourse/*.py:F811', *python)
+    ruff = sh(BIN/'ruff', 'check', '--no-cache', '--select', 'F,E9', '--per-file-ignores',
+              'mpcourse/*.py:F811', *python)
     return check('ruff finds nothing', ruff == 0)
 
 
 def types():
     "basedpyright finds every public name, and no error in the front page's code"
-    blocks = re.findall(r'```python\n(.*?)```', (ROOT/'README.md').read_text(encoding='utf-8'), re.S)
+    blocks = re.findall(r'```python\n(.*?)```', (ROOT/'README.md').read_text(encoding='utf-8'),
+                        re.S)
     names = f'from mpcourse import {", ".join(importlib.import_module("mpcourse").__all__)}'
     with tempfile.TemporaryDirectory() as tmp:
         (Path(tmp)/'names.py').write_text(names)
         (Path(tmp)/'readme.py').write_text('\n'.join(blocks), encoding='utf-8')
-        found = sh(BIN/'basedpyright', '--pythonpath', sys.executable, '--level', 'error', tmp, cwd=tmp, PYTHONPATH=str(ROOT))
-    return check('the front page has code', blocks) + check('basedpyright finds nothing', found == 0)
+        found = sh(BIN/'basedpyright', '--pythonpath', sys.executable, '--level', 'error', tmp,
+                   cwd=tmp, PYTHONPATH=str(ROOT))
+    return check('the front page has code', blocks) + check('basedpyright finds nothing',
+        found == 0)
 
 
 def course():
@@ -118,10 +131,12 @@ def pytest(python, *args):
     "Run pytest on all cores; counts what has run, also where pytest itself did not reach its end"
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp)/'outcomes.txt'
-        rc = sh(python, '-m', 'pytest', '-p', 'no:cacheprovider', '-n', 'auto', '--dist', 'worksteal', *args, MPCOURSE_REPORT=str(report))
+        rc = sh(python, '-m', 'pytest', '-p', 'no:cacheprovider', '-n', 'auto', '--dist',
+                'worksteal', *args, MPCOURSE_REPORT=str(report))
         seen = report.read_text().split() if report.exists() else []
     res = Counts(*(seen.count(o) for o in ('passed', 'failed', 'skipped')))
-    return res if rc in (0, 1) and bool(rc) == bool(res.failed) else res + check(f'pytest ended with code {rc}', False)
+    return res if rc in (0,
+        1) and bool(rc) == bool(res.failed) else res + check(f'pytest ended with code {rc}', False)
 
 
 def tests():
@@ -144,10 +159,13 @@ def library_env():
     print('Installing the newest fastai and fastcore into .venv-library, which takes a few minutes the first time.')
     python = LIBENV/'bin/python'
     if not python.exists() and sh(sys.executable, '-m', 'venv', LIBENV): return False
-    wanted = [torch_bound(), 'fastai', 'fastcore', 'pytest', 'pytest-timeout', 'pytest-rerunfailures', 'pytest-xdist', 'hypothesis', 'ml_dtypes', 'gfloat', 'scikit-learn',
+    wanted = [torch_bound(), 'fastai', 'fastcore', 'pytest', 'pytest-timeout',
+              'pytest-rerunfailures', 'pytest-xdist', 'hypothesis', 'ml_dtypes', 'gfloat', 'scikit-learn',
               'tensorboard', 'fastaistyle>=0.0.20']
-    index = os.environ.get('TORCH_INDEX')             # of CPU builds; alone, so that no other package comes from it
-    if index and sh(python, '-m', 'pip', 'install', '-qq', '--index-url', index, torch_bound()): return False
+    # of CPU builds; alone, so that no other package comes from it
+    index = os.environ.get('TORCH_INDEX')
+    if index and sh(python, '-m', 'pip', 'install', '-qq', '--index-url', index, torch_bound()):
+        return False
     if sh(python, '-m', 'pip', 'install', '-qq', '--upgrade', *wanted, '-e', ROOT): return False
     stamp.write_text(want)
     return True
@@ -161,12 +179,15 @@ def findings():
         for p in (ROOT/'nbs').glob('*.ipynb'):    # a checker is a function, and no example
             nb = json.loads(p.read_text(encoding='utf-8'))
             for c in nb['cells']:
-                if any(l.startswith('def check_') for l in c['source']): c['source'] = ['#| export\n', *c['source']]
-                c['source'] = [re.sub(r'^#\| *exporti\b', '#| export', l) for l in c['source']]     # which it does not know
+                if any(l.startswith('def check_') for l in c['source']):
+                    c['source'] = ['#| export\n', *c['source']]
+                # which it does not know
+                c['source'] = [re.sub(r'^#\| *exporti\b', '#| export', l) for l in c['source']]
             (Path(folder)/'nbs'/p.name).write_text(json.dumps(nb), encoding='utf-8')
         r = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
     lines = r.stdout.splitlines()
-    return [what for what, code in zip(lines, lines[1:]) if what.startswith('# nbs/') and code != '# your turn:']
+    return [what for what, code in zip(lines, lines[1:]) if what.startswith('# nbs/')
+            and code != '# your turn:']
 
 
 def style():
@@ -184,7 +205,8 @@ def library():
     alone = '-k', 'not rank and not process and not killed' # these have run with the other tests
     promised = [f'tests/promises/test_{name}.py' for name in ('1_no_nan', '2_fp32', '3_resume')]
     rest = [f'tests/test_{name}.py' for name in FASTAI]
-    return pytest(LIBENV/'bin/python', *promised, *alone) + pytest(LIBENV/'bin/python', *rest, '-m', 'library', *alone)
+    return pytest(LIBENV/'bin/python', *promised, *alone) + pytest(LIBENV/'bin/python', *rest, '-m',
+        'library', *alone)
 
 
 def chromium():
@@ -210,12 +232,14 @@ def run(stage):
 def main(names):
     "Run the stages named, or all; returns the exit code"
     unknown = set(names) - {s.__name__ for s in STAGES}
-    if unknown: sys.exit(f'There is no stage {", ".join(sorted(unknown))}: take some of {", ".join(s.__name__ for s in STAGES)}.')
+    if unknown:
+        sys.exit(f'There is no stage {", ".join(sorted(unknown))}: take some of {", ".join(s.__name__ for s in STAGES)}.')
     total = sum((run(s) for s in STAGES if not names or s.__name__ in names), Counts())
     print()
     if not chromium():
         print('There is no Chromium here, so the browser tests were skipped.')
-        if os.environ.get('CI') == 'true': total += check('CI has a Chromium: .ci/run installs one', False)
+        if os.environ.get('CI') == 'true':
+            total += check('CI has a Chromium: .ci/run installs one', False)
     print(total)
     return int(total.failed > 0)
 
