@@ -1,27 +1,35 @@
-"""The exercises: `python -m tools.exercises check 09 mine.py` for a learner, `list | strip OUT | mark FILE | self` for a teacher.
+"""The exercises: `python -m tools.exercises check 09 mine.py` for a learner,
+`list | strip OUT | mark FILE | self` for a teacher.
 
-`mark FOLDER --csv marks.csv` marks all notebooks and Python files of a folder, several at a time, and sums up what the class knows.
-`--only 01.2 02.2` marks what was asked, `--notebook my_85.ipynb` marks by your own copy of a chapter.
+`mark FOLDER --csv marks.csv` marks all notebooks and Python files of a folder, several at a time,
+and sums up what the class knows. `--only 01.2 02.2` marks what was asked, `--notebook my_85.ipynb`
+marks by your own copy of a chapter.
 
-A student's code runs in a separate process with a time limit. It can do whatever you can do, so mark in a container.
+A student's code runs in a separate process with a time limit. It can do whatever you can do, so
+mark in a container.
 """
-import argparse, ast, contextlib, csv, importlib, json, os, re, secrets, select, signal, subprocess, sys, tokenize
-from collections import Counter
+import argparse, ast, csv, importlib, json, os, re, secrets, select, signal, subprocess, sys
+import tokenize
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-
-try: import resource
-except ImportError: resource = None  # Windows, where nothing is marked
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_UTF8 = 'The file is not UTF-8: save it again, in this encoding.'
 COPIED = "Only the course's own solution stands there."
 MOODLE = r'(?:.*_assignsubmission_file_)?'  # what it puts before the name that the student gave
 HEAD = re.compile(r'^\*\*(\d+) ([●○]{3}) ([^*]+?)\*\* *(.*)', re.M | re.S)
+STUB = re.compile(r'your turn.*^# ?check_(\w+)\((\w+)\)', re.M | re.S)
+IMPORTS = re.compile(r'(?!#\| *export)(#\|.*\n)?(from|import) ')
+HIDDEN = re.compile(r'(^|/)(\.|__)')        # what a computer puts into a folder by itself
+NUMBER = re.compile(r'-?(0x[0-9a-f]+|[\d.]*\d(e[-+]?\d+)?)(\*\*?-?\d+)*')
+NO_CODE = 'No notebook and no Python file: it was not read.'
+STATES = 'not tried', 'wrong', 'right'      # from the worst to the best
 
 
 @dataclass(frozen=True)
@@ -37,54 +45,96 @@ class Exercise:
     solution: str  # the course's own, as Python
 
     @property
-    def id(self): return f'{re.search("[0-9][0-9]", self.notebook.name)[0]}.{self.number}' # '08.2', also in my_08.ipynb
+    def id(self) -> str: # '08.2'
+        "The number of the chapter, or of a copy of it such as my_08.ipynb, and the exercise's own"
+        return f'{chapter_number(self.notebook)}.{self.number}'
 
 
-def notebooks(): return sorted(p for p in (ROOT/'nbs').glob('[0-9]*.ipynb') if p.name < '88')
+# --- the chapters ---
+
+def notebooks():
+    "The notebooks that may have exercises"
+    return sorted(path for path in (ROOT/'nbs').glob('[0-9]*.ipynb') if path.name < '88')
+
+
+def notebook_of(number):
+    "The notebook of a chapter; None where there is no such chapter"
+    for path in notebooks():
+        if path.name.startswith(f'{number:0>2}_'): return path
+
+
+def chapter_number(notebook):
+    "The first two digits in a notebook's name"
+    return re.search('[0-9][0-9]', notebook.name)[0]
 
 
 def read(path):
     "The cells of a notebook, without nbformat, which takes a second or two to import"
     try: cells = json.loads(path.read_text(encoding='utf-8'))['cells']
-    except (KeyError, TypeError, json.JSONDecodeError): raise ValueError(f'{path.name} is empty or no notebook of format 4: save it again in Jupyter.') from None
-    for c in cells: c['source'] = ''.join(c['source'])
-    return [SimpleNamespace(**{'metadata': {}, **c}) for c in cells]
+    except (KeyError, TypeError, json.JSONDecodeError):
+        fault = f'{path.name} is empty or no notebook of format 4: save it again in Jupyter.'
+        raise ValueError(fault) from None
+    for cell in cells: cell['source'] = ''.join(cell['source'])
+    return [SimpleNamespace(**cell) for cell in cells]
 
 
-def opens_solution(c): return c.cell_type == 'markdown' and re.search(r'^:::+ *\{.*callout.*\n+#+ Solution', c.source, re.M)
-def closes_solution(c): return c.cell_type == 'markdown' and re.match(r':::\s*$', c.source, re.M)
+def code_cells(path):
+    "The sources of a notebook's code cells"
+    return [cell.source for cell in read(path) if cell.cell_type == 'code']
+
+
+def opens_solution(cell):
+    "Whether a folded solution begins in a cell"
+    title = r'^:::+ *\{.*callout.*\n+#+ Solution'
+    return cell.cell_type == 'markdown' and re.search(title, cell.source, re.M)
+
+
+def closes_solution(cell):
+    "Whether a cell begins with the end of what is folded"
+    return cell.cell_type == 'markdown' and re.match(r':::\s*$', cell.source, re.M)
+
+
+def make_exercise(notebook, head, stub, code):
+    "An exercise from the matches of `HEAD` and `STUB`, and the cells of its solution"
+    number, circles, title, task = head.groups()
+    check, name = stub.groups()
+    return Exercise(notebook, int(number), circles.count('●'), title.strip(' .'), task.strip(),
+                    name, check, '\n'.join(code))
 
 
 def exercises(
     notebook: Path, # of a chapter
 ) -> list: # of `Exercise`, in order
     "What a chapter asks for: a head, a stub that says `your turn`, a folded solution"
-    found, head, stub, code = [], None, None, None
-    for c in read(notebook):
-        if code is not None and closes_solution(c):
-            what = int(head[1]), head[2].count('●'), head[3].strip(' .'), head[4].strip()
-            found.append(Exercise(notebook, *what, *stub, '\n'.join(code)))
-            code = stub = None
-        if c.cell_type == 'markdown': head = HEAD.search(c.source) or head
-        elif code is not None: code.append(c.source)
-        elif m := re.search(r'your turn.*^# ?check_(\w+)\((\w+)\)', c.source, re.M | re.S): stub = m[2], m[1]
-        if stub and opens_solution(c): code = []
+    found = []
+    head = stub = code = None
+    for cell in read(notebook):
+        if code is not None and closes_solution(cell):
+            found.append(make_exercise(notebook, head, stub, code))
+            stub = code = None
+        if cell.cell_type == 'markdown': head = HEAD.search(cell.source) or head
+        elif code is not None: code.append(cell.source)
+        else: stub = STUB.search(cell.source) or stub
+        if stub and opens_solution(cell): code = []
     return found
 
 
-def all_exercises(): return [e for p in notebooks() for e in exercises(p)]
+def all_exercises():
+    "The exercises of the course, in order"
+    return sum(map(exercises, notebooks()), [])
 
 
 def checkers(
     notebook: Path, # of a chapter
 ) -> dict: # name of a solution -> its checker
     "The checkers of a chapter's exercises, in the namespace of its module"
-    cells = [c.source for c in read(notebook) if c.cell_type == 'code']
+    cells = code_cells(notebook)
     names = module_names(cells)
     for code in cells:
-        imports = re.match(r'(?!#\| *export)(#\|.*\n)?(from|import) ', code) and not re.search(r'^def ', code, re.M)
+        imports = IMPORTS.match(code) and not re.search(r'^def ', code, re.M)
         if imports or re.search(r'^def check_', code, re.M): exec(code, names)
-    return {n.removeprefix('check_'): f for n, f in names.items() if n.startswith('check_')}
+    return {name.removeprefix('check_'): value for name, value in names.items()
+            if name.startswith('check_')}
 
 
 def module_names(
@@ -104,30 +154,43 @@ def python_text(path):
     with tokenize.open(path) as f: return f.read()
 
 
+def learners_text(file):
+    "The text of a learner's file, or an exit that says what to do"
+    try: return python_text(file)
+    except OSError as e:
+        raise SystemExit(f'{file} cannot be read ({e.strerror}): give another file.') from None
+    except (UnicodeDecodeError, SyntaxError): raise SystemExit(f'{file}: {NOT_UTF8}') from None
+
+
+def verdict(checker, answer):
+    "'right', or 'no' with the reason"
+    try: checker(answer)
+    except AssertionError as e: return f'no: {e}'
+    except Exception as e: return f'no: {type(e).__name__}: {e}'
+    return 'right'
+
+
 def check(
     chapter: str, # its number
     file: Path,   # Python with solutions
 ) -> int: # 0 if every solution is right, else 1
     "Run the solutions of a file against the checkers of a chapter"
-    found = [n for n in notebooks() if n.name.startswith(f'{chapter:0>2}_')]
-    if not found: raise SystemExit(f'There is no chapter {chapter} with exercises.')
-    try: text = python_text(file)
-    except OSError as e: raise SystemExit(f'{file} cannot be read ({e.strerror}): give another file.') from None
-    except (UnicodeDecodeError, SyntaxError): raise SystemExit(f'{file}: {NOT_UTF8}') from None
-    known, given = checkers(found[0]), module_names([c.source for c in read(found[0])])
-    answers = {**given, '__name__': '__main__'}                 # with what the chapter imports, as in its notebook
-    exec(compile(text, str(file), 'exec'), answers)
-    solved = [name for name in known if callable(answers.get(name)) and answers[name] is not given.get(name)]
-    if not solved: raise SystemExit(f'{file} has no function of these names: {", ".join(known)}.')
-    wrong = 0
-    for name in solved:
-        verdict = 'right'
-        try: known[name](answers[name])
-        except AssertionError as e: verdict = f'no: {e}'
-        except Exception as e: verdict = f'no: {type(e).__name__}: {e}'
-        wrong += verdict != 'right'
-        print(f'{name}: {verdict}')
-    return int(wrong > 0)
+    notebook = notebook_of(chapter)
+    if not notebook: raise SystemExit(f'There is no chapter {chapter} with exercises.')
+    code = compile(learners_text(file), str(file), 'exec')
+    known = checkers(notebook)
+    given = module_names(code_cells(notebook))
+    names = {**given, '__name__': '__main__'} # with what the chapter imports, as in its notebook
+    exec(code, names)
+    verdicts = []
+    for name, checker in known.items():
+        answer = names.get(name)
+        if not callable(answer) or answer is given.get(name): continue
+        verdicts.append(verdict(checker, answer))
+        print(f'{name}: {verdicts[-1]}')
+    if not verdicts:
+        raise SystemExit(f'{file} has no function of these names: {", ".join(known)}.')
+    return int(set(verdicts) != {'right'})
 
 
 # --- notebooks without solutions ---
@@ -138,97 +201,144 @@ def strip(
 ):
     "Write the notebook without its folded solutions"
     import nbformat
-    nb, kept, inside = nbformat.read(notebook, as_version=4), [], False
-    for c in nb.cells:
-        if inside and closes_solution(c):
-            inside, c.source = False, re.sub(r'^:::\s*', '', c.source)
-        if opens_solution(c):
-            inside, c.source = True, c.source[:re.search(r'^:::', c.source, re.M).start()].rstrip()
-            if c.source: kept.append(c)
-        elif not inside and c.source: kept.append(c)
+    nb = nbformat.read(notebook, as_version=4)
+    kept = []
+    inside = False
+    for cell in nb.cells:
+        opens = opens_solution(cell)
+        if inside and closes_solution(cell):
+            inside = False
+            cell.source = re.sub(r'^:::\s*', '', cell.source)
+        if opens:
+            inside = True
+            cell.source = re.split('^:::', cell.source, maxsplit=1, flags=re.M)[0].rstrip()
+        if cell.source and (opens or not inside): kept.append(cell)
     nb.cells = kept
     nbformat.write(nb, out/notebook.name)
 
 
-# --- marks ---
+# --- what a cell defines ---
 
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 BLOCKS = ast.For, ast.While, ast.If, ast.With, ast.Try, ast.AugAssign
+IMPORTING = ast.Import, ast.ImportFrom
+ASSIGNING = ast.Assign, ast.AnnAssign
 
 
 def parsed(code):
     "The syntax tree of a cell; lines of IPython's own are left out of it"
     try: return ast.parse(code)
-    except SyntaxError as e:
+    except SyntaxError as error:
         plain = re.sub(r'^\s*[%!].*$', '', code, flags=re.M)
         try: return ast.parse(plain)
-        except SyntaxError: raise e from None
+        except SyntaxError: raise error from None
 
 
-def top(nodes):
-    "Statements of a cell, also those within `if`, `try`, `with` and loops, not those of functions and classes"
-    for node in nodes:
-        yield node
-        if not isinstance(node, FUNCTIONS):
-            for part in ('body', 'orelse', 'finalbody'): yield from top(getattr(node, part, ()))
-            for handler in getattr(node, 'handlers', ()): yield from top(handler.body)
+def statements(node):
+    "A node and the statements in it, not those within functions and classes"
+    yield node
+    if isinstance(node, FUNCTIONS): return
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.excepthandler)): yield from statements(child)
 
 
 def names_of(node):
     "The names that a statement defines or imports"
     if isinstance(node, FUNCTIONS): return {node.name}
-    if isinstance(node, (ast.Import, ast.ImportFrom)): return {(a.asname or a.name).split('.')[0] for a in node.names}
-    if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.For, ast.With)): return set()
-    return {t.id for t in ast.walk(node) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)}
+    if isinstance(node, IMPORTING):
+        return {(name.asname or name.name).split('.')[0] for name in node.names}
+    if not isinstance(node, (*ASSIGNING, ast.For, ast.With)): return set()
+    found = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store): found.add(inner.id)
+    return found
 
 
 def defined(code):
     "Names that a cell defines or imports outside of functions"
-    return set().union(*map(names_of, top(parsed(code).body)))
+    return set().union(*map(names_of, statements(parsed(code))))
 
 
 def by_star(code):
     "Names that a cell's `from … import *` brings"
-    names = set()
-    for node in top(parsed(code).body):
+    names = {}
+    for node in statements(parsed(code)):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == '*':
-            with contextlib.suppress(Exception):
-                exec(f'from {node.module} import *', found := {})
-                names |= set(found)
-    return names
+            with suppress(Exception): exec(f'from {node.module} import *', names)
+    return set(names)
 
 
 def definitions(code, loops=False):
-    "A cell without what it tries out; with its loops and branches, which may fill a table, if asked"
-    keep = (*FUNCTIONS, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, *(BLOCKS if loops else ()))
-    def wanted(node): return isinstance(node, keep) or isinstance(node, BLOCKS) and any(isinstance(n, FUNCTIONS) for n in top([node]))
-    return compile(ast.Module([n for n in parsed(code).body if wanted(n)], []), 'answer', 'exec')
+    "A cell without what it tries out; with its loops, which may fill a table, if asked"
+    kept = []
+    for node in parsed(code).body:
+        wanted = loops or any(isinstance(inner, FUNCTIONS) for inner in statements(node))
+        if isinstance(node, (*FUNCTIONS, *IMPORTING, *ASSIGNING)): kept.append(node)
+        elif isinstance(node, BLOCKS) and wanted: kept.append(node)
+    return compile(ast.Module(kept, []), 'answer', 'exec')
 
 
-def provide(name, cells, names):
-    "Run the first cell that defines a name; whether there is one"
-    for code in cells:
-        with contextlib.suppress(SyntaxError):
-            if 'your turn' in code or name not in defined(code) | by_star(code): continue
-            run(code, cells, names)
-            return True
-    return False
+def defining(name, cells):
+    "Those cells that define a name, each as often as it does"
+    found = []
+    for code in cells: found += [code]*count(name, code)
+    return found
 
 
-def run(code, cells, names):
-    "What a cell defines; a loop that fails is taken for one that tries things out"
-    mine = code in cells[:cells.index('')]
-    if mine:
-        with contextlib.suppress(Exception): return complete(definitions(code, loops=True), cells, names)
-    complete(definitions(code), cells, names)
+def count(name, code):
+    "How many definitions of a name a cell has"
+    try: nodes = list(statements(parsed(code)))
+    except SyntaxError:
+        definition = rf'^\s*(?:def|class) {name}\b|^{name} *='
+        return len(re.findall(definition, code, re.M))
+    return sum(name in names_of(node) for node in nodes if not isinstance(node, BLOCKS))
 
 
-def complete(code, cells, names, tries=12):
-    "Execute code; what it misses comes from other cells"
-    for _ in range(tries):
-        try: return exec(code, names)
-        except NameError as e:
-            if not provide(e.name, cells, names): raise
+# --- the verdict on an answer ---
+
+@dataclass
+class Workspace:
+    "Where an answer runs, and the cells that may define what it misses"
+    own: list     # the student's cells
+    chapter: list # the chapter's
+    names: dict   # the namespace
+    tries = 12    # as many names may be missing in one piece of code
+
+    def provide(self, name):
+        "Run the first cell that defines a name; whether there is one"
+        for code in (*self.own, *self.chapter):
+            with suppress(SyntaxError):
+                if 'your turn' in code or name not in defined(code) | by_star(code): continue
+                self.run(code)
+                return True
+        return False
+
+    def run(self, code):
+        "What a cell defines; a loop that fails is taken for one that tries things out"
+        if code in self.own:
+            with suppress(Exception): return self.complete(definitions(code, loops=True))
+        self.complete(definitions(code))
+
+    def complete(self, code):
+        "Execute code; what it misses comes from other cells"
+        for _ in range(self.tries):
+            try: return exec(code, self.names)
+            except NameError as e:
+                if not self.provide(e.name): raise
+
+    def ask(self, checker, name, code):
+        "Run an answer and its checker, which raises what is wrong"
+        for _ in range(self.tries):
+            self.run(code)
+            try: return checker(self.names[name])
+            except NameError as e:  # in the body of the answer
+                if not self.provide(e.name): raise
+        raise AssertionError('It needs more names than its notebook and the chapter can supply.')
+
+
+def wrong(says, **more):
+    "The verdict on an answer that is not right"
+    return dict(state='wrong', says=says, **more)
 
 
 def judge(
@@ -239,83 +349,95 @@ def judge(
     others=(),      # the student's cells, of which it may use what they define
 ) -> dict: # state: 'right' or 'wrong', says: why
     "The checker of the course, not the student's copy of it, on one answer"
-    cells = [c.source for c in read(notebook) if c.cell_type == 'code']
-    names, check = {**module_names(cells), '__name__': '__main__'}, checkers(notebook)[check]
-    cells = [*filter(str.strip, others), '', *cells]  # the student's, then the chapter's
-    try:
-        for _ in range(12):
-            run(code, cells, names)
-            try: check(names[name])
-            except NameError as e:                      # in the body of the answer
-                if not provide(e.name, cells, names): raise
-            else: return dict(state='right', says='')
-    except SyntaxError as e: return dict(state='wrong', says=f'SyntaxError: {e.msg}: {(e.text or "").strip()}'[:300])
-    except AssertionError as e: return dict(state='wrong', says=str(e)[:300])
-    except Exception as e: return dict(state='wrong', says=f'{type(e).__name__}: {e}.'[:300])
-    return dict(state='wrong', says='It needs more names than its notebook and the chapter can supply.')
-
-
-def answers(path):
-    "The cells of a student's file"
-    if path.suffix.lower() == '.py': return [python_text(path)]
-    return [c.source for c in read(path) if c.cell_type == 'code']
+    cells = code_cells(notebook)
+    space = Workspace(others, cells, {**module_names(cells), '__name__': '__main__'})
+    checker = checkers(notebook)[check]
+    try: space.ask(checker, name, code)
+    except SyntaxError as e: says = f'SyntaxError: {e.msg}: {(e.text or "").strip()}'
+    except AssertionError as e: says = str(e)
+    except Exception as e: says = f'{type(e).__name__}: {e}.'
+    else: return dict(state='right', says='')
+    return wrong(says[:300])
 
 
 def judge_into(pipe, word, job, seconds):
-    "In the child: write the verdict on an answer into a pipe. What the answer prints goes nowhere"
+    "In the child: write the verdict on an answer into a pipe; what the answer prints goes nowhere"
+    import resource   # Windows has none, and marks nothing
     os.setpgid(0, 0)
-    if resource: resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3): os.dup2(null, fd)
+    for standard in range(3): os.dup2(null, standard)
     try: os.write(pipe, (word + json.dumps(judge(**job))).encode())
     finally: os._exit(0)
 
 
 def in_child(job, seconds):
-    """`judge` in a child of this process. The limit is the child's own time on a processor, so a mark does not depend on what else
-    runs; what sleeps has three times as long. The verdict follows a secret word, which keeps out accidents, not who reads this"""
+    """`judge` in a child of this process
+
+    The limit is the child's own time on a processor, so a mark does not depend on what else runs;
+    what sleeps has three times as long. The verdict follows a secret word, which keeps out
+    accidents, not who reads this.
+    """
     word = secrets.token_hex(16)
-    ours, theirs = os.pipe()
+    reader, writer = os.pipe()
     child = os.fork()
-    if not child: judge_into(theirs, word, job, seconds)
-    os.close(theirs)
-    ended = select.select([ours], [], [], 3*seconds if resource else seconds)[0]
-    verdict = os.read(ours, 2**16).decode(errors='replace') if ended else ''
-    os.close(ours)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if ended and not verdict else 0
-    with contextlib.suppress(OSError): os.killpg(child, signal.SIGKILL)         # it, and what it has started
-    with contextlib.suppress(OSError): os.waitpid(child, 0)
-    if not ended or code == -signal.SIGXCPU: return dict(state='wrong', says=f'It takes longer than {seconds} s, or waits.', late=True)
-    if not verdict: return dict(state='wrong', says=f'The answer ended its process (exit code {code}) before the checker was done.')
-    if not verdict.startswith(word): return dict(state='wrong', says='It wrote where only the checker writes.')
-    return json.loads(verdict.removeprefix(word))
+    if not child: judge_into(writer, word, job, seconds)
+    os.close(writer)
+    written = None
+    if select.select([reader], [], [], 3*seconds)[0]:
+        written = os.read(reader, 2**16).decode(errors='replace')
+    os.close(reader)
+    with suppress(OSError): os.killpg(child, signal.SIGKILL)    # it, and what it has started
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])   # its own, where it had ended
+    if written is None or code == -signal.SIGXCPU:
+        return wrong(f'It takes longer than {seconds} s, or waits.', late=True)
+    if not written:
+        return wrong(f'The answer ended its process (exit code {code}) '
+                     'before the checker was done.')
+    if not written.startswith(word): return wrong('It wrote where only the checker writes.')
+    return json.loads(written.removeprefix(word))
 
 
 def judge_all(notebook, others, jobs, seconds):
-    "Verdicts on a submission's answers: the chapter is imported once, each answer runs in a child of this process"
-    checkers(notebook)
-    return [in_child(dict(notebook=notebook, others=others, **job), seconds) for job in jobs]
+    "Verdicts on a submission's answers, each from a child of this process"
+    checkers(notebook)   # imports the chapter once for all children
+    verdicts = {}
+    for id, job in jobs.items():
+        verdicts[id] = in_child(dict(job, notebook=notebook, others=others), seconds)
+    return verdicts
 
 
 def in_process(notebook, others, jobs, seconds):
     "`judge_all` in a process that dies with whatever the answers did to it"
-    if not jobs: return []
-    call = [sys.executable, '-m', 'tools.exercises', 'judge', str(notebook.resolve()), '--seconds', str(seconds)]
-    one = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')]))
-    r = subprocess.run(call, input=json.dumps([others, jobs]), capture_output=True, text=True, cwd=ROOT, env=one)
-    if r.returncode == 0: return json.loads(r.stdout.splitlines()[-1])
-    return [dict(state='wrong', says=f'The process that judges it ended with exit code {r.returncode}.')]*len(jobs)
+    if not jobs: return {}
+    command = [sys.executable, '-m', 'tools.exercises', 'judge', str(notebook.resolve()),
+               '--seconds', str(seconds)]
+    done = subprocess.run(command, input=json.dumps([others, jobs]), capture_output=True, text=True,
+                          cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': '1'})
+    if done.returncode == 0: return json.loads(done.stdout.splitlines()[-1])
+    says = f'The process that judges it ended with exit code {done.returncode}.'
+    return dict.fromkeys(jobs, wrong(says))
 
+
+# --- marks of a file ---
 
 def sources(notebooks):
-    "The code of chapters as they are handed out, solutions included: a cell that equals one of these nobody has written"
-    return {c.source.strip() for n in notebooks for c in read(n) if c.cell_type == 'code'}
+    "The code of chapters as handed out: a cell that equals one of these nobody has written"
+    return set(map(str.strip, sum(map(code_cells, notebooks), [])))
 
 
-def count(name, code):
-    "How many definitions of a name a cell has"
-    try: return sum(name in names_of(node) for node in top(parsed(code).body) if not isinstance(node, BLOCKS))
-    except SyntaxError: return len(re.findall(rf'^\s*(?:def|class) {name}\b|^{name} *=', code, re.M))
+def is_code(path):
+    "Whether a file is a notebook or Python"
+    return path.suffix.lower() in ('.py', '.ipynb')
+
+
+def handed_in(path):
+    "The cells of a student's file, and why it cannot be read; '' if it can"
+    try:
+        if path.suffix.lower() == '.py': return [python_text(path)], ''
+        return code_cells(path), ''
+    except (UnicodeDecodeError, SyntaxError): return [path.read_text(encoding='latin-1')], NOT_UTF8
+    except (OSError, ValueError) as e: return [], f'{type(e).__name__}: {e}'[:200]
 
 
 def number_of(path):
@@ -326,246 +448,360 @@ def number_of(path):
 
 def asked(path, chapter, only, notebook):
     "The notebook that a file belongs to, and the exercises to be marked"
-    number = f'{chapter or number_of(path):0>2}'
-    found = [notebook] if notebook else [n for n in notebooks() if n.name.startswith(f'{number}_')]
-    todo = [e for n in found for e in exercises(n)]
-    if not todo: raise SystemExit(f'{path.name} names no chapter with exercises: give --chapter 08, or begin its name with the number, as in 08_mine.py.')
-    return found[0], [e for e in todo if not only or e.id in only]
+    notebook = notebook or notebook_of(chapter or number_of(path))
+    todo = exercises(notebook) if notebook else []
+    if not todo:
+        raise SystemExit(f'{path.name} names no chapter with exercises: give --chapter 08, '
+                         'or begin its name with the number, as in 08_mine.py.')
+    if only: todo = [exercise for exercise in todo if exercise.id in only]
+    return notebook, todo
+
+
+def points(rows):
+    "The points of the right answers"
+    return sum(row['points'] for row in rows if row['state'] == 'right')
 
 
 def mark(
-    path: Path,           # a student's notebook or Python file
-    seconds: int=60,      # of a processor's time for each answer
-    chapter: str|None=None, # its number; by default the file's name begins with it: 08_scaler.ipynb, 08_mine.py
-    only=(),              # exercises, such as '08.2'; by default all of the chapter
+    path: Path,               # a student's notebook or Python file
+    seconds: int=60,          # of a processor's time for each answer
+    chapter: str|None=None,   # its number; by default the file's name begins with it: 08_mine.py
+    only=(),                  # exercises, such as '08.2'; by default all of the chapter
     notebook: Path|None=None, # a copy of a chapter with other numbers, by which to mark
-) -> dict: # points, of how many, and a row for each exercise; for a file that cannot be read, why
+) -> dict: # points, of how many, a row for each exercise; for a file that cannot be read, why
     "Marks for one chapter"
-    found, todo = asked(path, chapter, only, notebook)
-    course = sources({found, *(n for n in notebooks() if todo and n.name.startswith(todo[0].id[:2]))})
-    codes, why, rows, jobs = [], {}, [], []
-    try: codes = answers(path)
-    except (UnicodeDecodeError, SyntaxError): codes, why = [path.read_text(encoding='latin-1')], dict(says=NOT_UTF8)
-    except (OSError, ValueError) as e: why = dict(says=f'{type(e).__name__}: {e}'[:200])
-    written = [code for code in codes if code.strip() not in course]
-    for e in todo:
-        mine = [code for code in written if count(e.name, code)]
-        rows.append(dict(id=e.id, points=e.level, name=e.name, state='not tried', says=''))
-        if mine and why: rows[-1].update(state='wrong', **why)
-        elif mine: jobs.append((rows[-1], dict(name=e.name, check=e.check, code=mine[-1])))
-        elif any(count(e.name, code) for code in codes): rows[-1]['says'] = COPIED
-        else: rows[-1]['says'] = missing(e.name, codes, path, chapter)
-    verdicts = in_process(found, written, [job for _, job in jobs], seconds)
-    for (row, job), verdict in zip(jobs, verdicts):
-        row.update(verdict)
-        n = sum(count(job['name'], code) for code in written)
-        if n > 1: row['says'] = f'{row["says"]} The last of {n} definitions was marked.'.strip()
-    return dict(points=sum(r['points'] for r in rows if r['state'] == 'right'), of=sum(r['points'] for r in rows), exercises=rows, **why)
+    notebook, todo = asked(path, chapter, only, notebook)
+    course = sources({notebook, notebook_of(chapter_number(notebook))} - {None})
+    cells, fault = handed_in(path)
+    written = [code for code in cells if code.strip() not in course]
+    rows = []
+    jobs = {}
+    for ex in todo:
+        answers = defining(ex.name, written)
+        row = dict(id=ex.id, points=ex.level, name=ex.name, state='not tried', says='')
+        rows.append(row)
+        if not answers: row['says'] = missing(ex.name, cells, path, chapter)
+        elif fault: row.update(wrong(fault))
+        else: jobs[ex.id] = dict(name=ex.name, check=ex.check, code=answers[-1])
+    add_verdicts(rows, in_process(notebook, written, jobs, seconds), written)
+    marks = dict(points=points(rows), of=sum(row['points'] for row in rows), exercises=rows)
+    if fault: marks['says'] = fault
+    return marks
 
 
-def missing(name, codes, path, chapter):
-    "Why an exercise counts as not tried, as far as the file shows it"
-    if not any(map(str.strip, codes)): return 'The file has no code.'
-    if chapter and number_of(path) not in ('', f'{chapter:0>2}'): return f'It is marked as chapter {chapter}, and its name begins with {number_of(path)}.'
+def add_verdicts(rows, verdicts, written):
+    "Enter the verdicts into the rows of marks"
+    for row in rows:
+        if row['id'] not in verdicts: continue
+        row.update(verdicts[row['id']])
+        number = len(defining(row['name'], written))
+        if number > 1:
+            row['says'] = f'{row["says"]} The last of {number} definitions was marked.'.strip()
+
+
+def similar(name, cells):
+    "A name that a file defines instead: in other letters, or nearly the same; '' if there is none"
+    def plain(name): return name.lower().replace('_', '')
     found = set()
-    for code in codes:
-        with contextlib.suppress(SyntaxError): found |= defined(code)
-    near = [n for n in found if n.lower().replace('_', '') == name.lower().replace('_', '')] or get_close_matches(name, found, 1, .8)
-    if near: return f'It defines {near[0]}, not {name}.'
-    if any('your turn' in code and name in code for code in codes): return 'The stub is as it was.'
+    for code in cells:
+        with suppress(SyntaxError): found |= defined(code)
+    for other in found:
+        if plain(other) == plain(name): return other
+    return ''.join(get_close_matches(name, found, n=1, cutoff=.8))
+
+
+def missing(name, cells, path, chapter):
+    "Why an exercise counts as not tried, as far as the file shows it"
+    if defining(name, cells): return COPIED
+    if not ''.join(cells).strip(): return 'The file has no code.'
+    number = number_of(path)
+    if chapter and number not in ('', f'{chapter:0>2}'):
+        return f'It is marked as chapter {chapter}, and its name begins with {number}.'
+    other = similar(name, cells)
+    if other: return f'It defines {other}, not {name}.'
+    if any('your turn' in code and name in code for code in cells):
+        return 'The stub is as it was.'
     return f'Nothing defines {name}.'
 
 
-def is_late(marks): return any(r.get('late') for r in marks['exercises'])
+# --- marks of a class ---
+
+def is_late(marks):
+    "Whether an answer took longer than it may"
+    return any(row.get('late') for row in marks['exercises'])
 
 
-def mark_one(name, path, seconds, last, **asked):
+def unread(says):
+    "The marks of a file that gets none, with the reason"
+    return dict(points=0, of=0, exercises=[], says=says)
+
+
+def mark_one(name, path, seconds, last, **choice):
     "Marks of a submission; one whose chapter is not known gets none, and says why"
-    try: marks = mark(path, seconds, **asked)
-    except SystemExit as e: marks = dict(points=0, of=0, exercises=[], says=str(e))
-    result = 'waits' if is_late(marks) and not last else f"{marks['points']} of {marks['of']}"
+    try: marks = mark(path, seconds, **choice)
+    except SystemExit as e: marks = unread(str(e))
+    result = f"{marks['points']} of {marks['of']}"
+    if is_late(marks) and not last: result = 'waits'
     print(f'{name}: {result}', file=sys.stderr)
     return marks
 
 
 def submissions(folder):
-    "Files of a folder and its folders, by their names, and names of others; not those that a computer puts there by itself"
-    names = {str(p.relative_to(folder)): p for p in sorted(folder.rglob('*')) if p.is_file()}
-    names = {n: p for n, p in names.items() if not re.search(r'(^|[/\\])(\.|__)', n)}
-    return {n: p for n, p in names.items() if is_code(p)}, [n for n, p in names.items() if not is_code(p)]
-
-
-def is_code(path): return path.suffix.lower() in ('.py', '.ipynb')
+    "All files of a folder and its folders, by their names"
+    files = {}
+    for path in sorted(folder.rglob('*')):
+        name = str(path.relative_to(folder))
+        if path.is_file() and not HIDDEN.search(name): files[name] = path
+    return files
 
 
 def mark_folder(
-    folder: Path,           # of notebooks and Python files, with any names
-    seconds: int=60,        # for each answer
+    folder: Path,                # of notebooks and Python files, with any names
+    seconds: int=60,             # for each answer
     workers: int=os.cpu_count(), # submissions at a time
-    patience: int=10,       # what takes longer than these seconds waits until all others have been marked
-    **asked,                # chapter, only and notebook, as for `mark`
+    patience: int=10,            # what takes longer than these seconds waits for all others
+    **choice,                    # chapter, only and notebook, as for `mark`
 ) -> dict: # file's name -> marks
     "Marks for a class"
-    (files, others), marks = submissions(folder), {}
-    if not files: raise SystemExit(f'{folder} holds no notebook and no Python file.')
-    todo = list(files)
+    files = submissions(folder)
+    todo = {name: path for name, path in files.items() if is_code(path)}
+    if not todo: raise SystemExit(f'{folder} holds no notebook and no Python file.')
+    marks = {}
     with ThreadPoolExecutor(workers) as pool:
         for limit in sorted({min(patience, seconds), seconds}):
-            one = partial(mark_one, seconds=limit, last=limit == seconds, **asked)
-            marks.update(zip(todo, pool.map(one, todo, [files[n] for n in todo])))
-            todo = [n for n in todo if is_late(marks[n])]
-    for name in others: marks[name] = dict(points=0, of=0, exercises=[], says='No notebook and no Python file: it was not read.')
-    if not any(m['exercises'] for m in marks.values()): raise SystemExit(marks[min(files)].get('says') or 'Nothing of what was asked is in these chapters.')
+            one = partial(mark_one, seconds=limit, last=limit == seconds, **choice)
+            marks.update(zip(todo, pool.map(one, todo, todo.values())))
+            todo = {name: path for name, path in todo.items() if is_late(marks[name])}
+    if not any(result['exercises'] for result in marks.values()):
+        says = 'Nothing of what was asked is in these chapters.'
+        raise SystemExit(marks[min(marks)].get('says', says))
+    for name in files: marks.setdefault(name, unread(NO_CODE))
     return marks
 
 
-def in_order(id): return [int(n) for n in id.split('.')] # 85.2 before 85.10
+@dataclass
+class Student:
+    "All files of a student together"
+    name: str
+    numbers: list = field(default_factory=list) # Moodle's, which differ between tasks
+    rows: dict = field(default_factory=dict)    # exercise -> the best row
+    remarks: list = field(default_factory=list) # on files
+
+    def handed_in(self, name, number, rows):
+        "Whether a file is this student's; two of a name with the same exercises are two students"
+        return name == self.name and (number in self.numbers or not rows.keys() & self.rows.keys())
+
+    def add(self, number, rows):
+        "Take the better of two answers to an exercise"
+        if number and number not in self.numbers: self.numbers.append(number)
+        for id, row in rows.items():
+            old = self.rows.setdefault(id, row)
+            if STATES.index(row['state']) > STATES.index(old['state']): self.rows[id] = row
 
 
-def student(name):
-    "Who handed a file in, and Moodle's number for it: from Moodle's name, the folder, or the name behind the chapter's number"
-    first, *rest = Path(name).parts
-    if found := re.match(r'(.*)_(\d+)_assignsubmission_file', first): return found[1], found[2]
-    return (first if rest else re.sub(r'(?i)^\d\d(\.\d+)?[_ -]|\.(py|ipynb|zip|txt|pdf)$', '', first)), ''
-
-
-def better(a, b): return ['not tried', 'wrong', 'right'].index(a['state']) > ['not tried', 'wrong', 'right'].index(b['state'])
+def name_and_number(file):
+    "Who handed it in: from Moodle's name, the folder, or the name behind the chapter's number"
+    first, *rest = Path(file).parts
+    moodle = re.match(r'(.*)_(\d+)_assignsubmission_file', first)
+    if moodle: return moodle.groups()
+    if rest: return first, ''
+    return re.sub(r'(?i)^\d\d(\.\d+)?[_ -]|\.(py|ipynb|zip|txt|pdf)$', '', first), ''
 
 
 def by_student(
     marks: dict, # from `mark_folder`
-) -> list: # (name, numbers, rows by exercise, remarks) of each student
-    "All files of a student together. Moodle's numbers differ between tasks; two of a name with the same exercises are two students"
+) -> list: # of `Student`
+    "Marks of a class, a student each"
     found = []
-    for file, m in marks.items():
-        (name, number), rows = student(file), {r['id']: r for r in m['exercises']}
-        def joins(s): return s[0] == name and (number in s[1] or not rows.keys() & s[2].keys())
-        mine = next(filter(joins, found), None) or (name, [], {}, [])
-        if mine not in found: found.append(mine)
-        if number and number not in mine[1]: mine[1].append(number)
-        for id, r in rows.items():
-            if id not in mine[2] or better(r, mine[2][id]): mine[2][id] = r
-        says = m.get('says', '')
-        if says: mine[3].append(says if Path(file).name in says else f'{Path(file).name}: {says}')
+    for file, result in marks.items():
+        name, number = name_and_number(file)
+        rows = {row['id']: row for row in result['exercises']}
+        owners = [student for student in found if student.handed_in(name, number, rows)]
+        if not owners:
+            owners = [Student(name)]
+            found += owners
+        student = owners[0]
+        student.add(number, rows)
+        says = result.get('says', '')
+        if says and Path(file).name not in says: says = f'{Path(file).name}: {says}'
+        if says: student.remarks.append(says)
     return found
 
 
-def without_numbers(says): return re.sub(r'-?(0x[0-9a-f]+|[\d.]*\d(e[-+]?\d+)?)(\*\*?-?\d+)*', '#', says)
+def in_order(id):
+    "For sorting: 85.2 stands before 85.10"
+    return list(map(int, id.split('.')))
 
 
-def points(rows): return sum(r['points'] for r in rows.values() if r['state'] == 'right')
+def exercise_line(id, rows):
+    "How many have an exercise, and what most of the others were told; numbers in it do not count"
+    states = Counter(row['state'] for row in rows)
+    line = f'{id}  ' + ', '.join(f'{state} {states[state]}' for state in reversed(STATES))
+    sentences = defaultdict(list)
+    for row in rows:
+        if row['state'] == 'wrong': sentences[NUMBER.sub('#', row['says'])].append(row['says'])
+    most = max(sentences.values(), key=len, default=[])
+    if len(most) < 2: return line
+    return f'{line}; most often ({len(most)}), such as: {most[0][:120]}'
 
 
 def summary(
     marks: dict, # from `mark_folder`
-) -> list: # lines: the points, then for each exercise how many have it, and what most of the others were told
+) -> list: # lines: the points, a line for each exercise, and the files without marks
     "What a class knows"
-    rows = [rows for _, _, rows, _ in by_student(marks) if rows]
-    got = sorted(map(points, rows))
+    rows = [student.rows for student in by_student(marks) if student.rows]
+    got = sorted(points(answers.values()) for answers in rows)
     lines = [f'{len(got)} students, points {got[0]} to {got[-1]}, median {got[len(got)//2]}']
-    for id in sorted({id for r in rows for id in r}, key=in_order):
-        mine = [r[id] for r in rows if id in r]
-        states = Counter(r['state'] for r in mine)
-        told = [r['says'] for r in mine if r['state'] == 'wrong']
-        said = Counter(map(without_numbers, told)).most_common(1)
-        line = f"{id}  right {states['right']}, wrong {states['wrong']}, not tried {states['not tried']}"
-        if said and said[0][1] > 1:
-            first = next(t for t in told if without_numbers(t) == said[0][0])
-            line += f'; most often ({said[0][1]}), such as: {first[:120]}'
-        lines.append(line)
-    lost = [name for name, m in marks.items() if not m['exercises']]
-    for text, names in (('Not marked, since no chapter is known (give --chapter)', [n for n in lost if is_code(Path(n))]),
-                        ('Not read, since no notebook and no Python file', [n for n in lost if not is_code(Path(n))])):
-        if names: lines.append(f'{text}: {", ".join(names)}')
+    for id in sorted(set().union(*rows), key=in_order):
+        lines.append(exercise_line(id, [answers[id] for answers in rows if id in answers]))
+    lost = [name for name, result in marks.items() if not result['exercises']]
+    for fault, known in (('Not marked, since no chapter is known (give --chapter)', True),
+                         ('Not read, since no notebook and no Python file', False)):
+        names = [name for name in lost if is_code(Path(name)) == known]
+        if names: lines.append(f'{fault}: {", ".join(names)}')
     return lines
+
+
+def table_row(student):
+    "What stands in the table about a student, by its columns"
+    rows = student.rows
+    remarks = list(student.remarks)
+    for id in sorted(rows, key=in_order):
+        if rows[id]['says']: remarks.append(f"{id}: {rows[id]['says']}")
+    row = {id: answer['state'] for id, answer in rows.items()}
+    if rows: row['points'] = points(rows.values())
+    numbers = ' '.join(student.numbers)
+    return dict(row, student=student.name, number=numbers, remarks=' | '.join(remarks))
 
 
 def write_csv(
     marks: dict, # from `mark_folder`
     path: Path,  # of the table: a row for each student
 ):
-    "Marks for a spreadsheet; the points are of all that the class was asked, also of files that a student did not hand in"
-    worth = {r['id']: r['points'] for m in marks.values() for r in m['exercises']}
-    ids = sorted(worth, key=in_order)
-    with path.open('w', newline='', encoding='utf-8-sig') as f:   # Excel reads names with umlauts only so
-        table = csv.writer(f)
-        table.writerow(['student', 'number', 'points', 'of', *ids, 'remarks'])
-        for name, numbers, rows, remarks in by_student(marks):
-            states = [rows[i]['state'] if i in rows else '' for i in ids]
-            remarks = [*remarks, *(f"{i}: {rows[i]['says']}" for i in ids if i in rows and rows[i]['says'])]
-            table.writerow([name, ' '.join(numbers), points(rows) if rows else '', sum(worth.values()), *states, ' | '.join(remarks)])
+    "Marks for a spreadsheet; the points are of all that the class was asked, handed in or not"
+    worth = {}
+    for result in marks.values():
+        for row in result['exercises']: worth[row['id']] = row['points']
+    columns = ['student', 'number', 'points', 'of', *sorted(worth, key=in_order), 'remarks']
+    with path.open('w', newline='', encoding='utf-8-sig') as f: # else Excel misreads umlauts
+        table = csv.DictWriter(f, columns)
+        table.writeheader()
+        for student in by_student(marks):
+            table.writerow(dict(table_row(student), of=sum(worth.values())))
 
+
+# --- the command ---
 
 def own(todo):
     "Lines about solutions of the course that fail, and stubs that pass"
     found = []
-    for e in todo:
-        for code, wanted in ((e.solution, 'right'), (f'def {e.name}(*args, **kwargs): pass', 'wrong')):
-            with contextlib.redirect_stdout(sys.stderr): r = judge(e.notebook, e.name, e.check, code)
-            if r['state'] != wanted: found.append(f'{e.id} {e.name}: {"the solution" if wanted == "right" else "a stub"} is {r["state"]}. {r["says"]}')
+    for ex in todo:
+        stub = f'def {ex.name}(*args, **kwargs): pass'
+        for what, code, expected in (('the solution', ex.solution, 'right'),
+                                     ('a stub', stub, 'wrong')):
+            with redirect_stdout(sys.stderr): result = judge(ex.notebook, ex.name, ex.check, code)
+            if result['state'] == expected: continue
+            found.append(f'{ex.id} {ex.name}: {what} is {result["state"]}. {result["says"]}')
     return found
 
 
-def print_marks(a):
+def chosen_exercises(chapters):
+    "Exercises of copies of chapters, or of the chapters with these numbers; by default all"
+    copies = [Path(name) for name in chapters if name.endswith('.ipynb')]
+    if copies: return sum(map(exercises, copies), [])
+    if not chapters: return all_exercises()
+    return [each for each in all_exercises() if each.id[:2] in chapters]
+
+
+def print_marks(args):
     "The marks of a file as JSON, or what a folder's class knows; the exit code"
-    if not hasattr(os, 'fork'): raise SystemExit('Marking forks processes, which Windows cannot: mark in a container with Linux.')
-    if a.notebook and not re.search(r'\d\d', a.notebook.name): raise SystemExit(f'{a.notebook.name} has no number: name it my_85.ipynb, say.')
-    known = {e.id for e in (exercises(a.notebook) if a.notebook else all_exercises())}
-    if wrong := set(a.only or ()) - known: raise SystemExit(f'There is no exercise {", ".join(sorted(wrong))}: `list` names them all.')
-    what = dict(chapter=a.chapter, only=a.only or (), notebook=a.notebook)
-    if a.file.is_dir():
-        marks = mark_folder(a.file, a.seconds, a.workers, **what)
-        if a.csv: write_csv(marks, a.csv)
+    if not hasattr(os, 'fork'):
+        raise SystemExit('Marking forks processes, which Windows cannot: '
+                         'mark in a container with Linux.')
+    if args.notebook and not re.search(r'\d\d', args.notebook.name):
+        raise SystemExit(f'{args.notebook.name} has no number: name it my_85.ipynb, say.')
+    known = exercises(args.notebook) if args.notebook else all_exercises()
+    unknown = set(args.only) - {exercise.id for exercise in known}
+    if unknown:
+        raise SystemExit(f'There is no exercise {", ".join(sorted(unknown))}: '
+                         '`list` names them all.')
+    choice = dict(chapter=args.chapter, only=args.only, notebook=args.notebook)
+    if args.file.is_dir():
+        marks = mark_folder(args.file, args.seconds, args.workers, **choice)
+        if args.csv: write_csv(marks, args.csv)
         print(*summary(marks), sep='\n')
         return 0
-    marks = mark(a.file, a.seconds, **what)
+    marks = mark(args.file, args.seconds, **choice)
     print(json.dumps(marks, indent=1, ensure_ascii=False))
-    return int(any(r['state'] == 'wrong' for r in marks['exercises']))
+    return int(any(row['state'] == 'wrong' for row in marks['exercises']))
+
+
+def print_self(chapters):
+    "What is wrong with the course's own solutions; the exit code"
+    todo = chosen_exercises(chapters)
+    found = own(todo)
+    worth = sum(exercise.level for exercise in todo)
+    print(*found, f'{len(todo)} exercises, {worth} points, {len(found)} problems', sep='\n')
+    return int(bool(found))
+
+
+def add_mark(commands):
+    "The grammar of `mark`"
+    mark = commands.add_parser(
+        'mark', help="mark a student's file, as JSON (exit code 1 if an answer is wrong), "
+                     'or a folder of them')
+    mark.add_argument('file', type=Path, help='08_scaler.ipynb, 08_mine.py, or a folder')
+    mark.add_argument('--chapter', help="its number, such as 08, where the files' names do not "
+                                        'begin with it')
+    mark.add_argument('--only', nargs='+', default=(), metavar='NN.N',
+                      help='exercises that were asked, such as 01.2 02.2')
+    mark.add_argument('--notebook', type=Path,
+                      help='your own copy of a chapter, with its number in the name and other '
+                           'numbers in it, such as my_85.ipynb')
+    mark.add_argument('--csv', type=Path, help='where to write a table of a folder')
+    mark.add_argument('--workers', type=int, default=os.cpu_count(),
+                      help='submissions of a folder at a time (%(default)s)')
+    mark.add_argument('--seconds', type=int, default=60,
+                      help="the limit for each answer, in seconds of a processor's time "
+                           '(%(default)s); what only waits has three times as long')
 
 
 def make_parser():
     "The grammar of the command"
-    p = argparse.ArgumentParser(prog='python -m tools.exercises', description=__doc__)
-    sub = p.add_subparsers(dest='what', required=True)
-    c = sub.add_parser('check', help='run your solutions of a chapter')
-    c.add_argument('chapter', help='its number, such as 11')
-    c.add_argument('file', type=Path, help='Python with your solutions')
-    sub.add_parser('list', help='list all exercises with their points')
-    sub.add_parser('strip', help='write notebooks without solutions').add_argument('out', type=Path, help='a folder')
-    m = sub.add_parser('mark', help="mark a student's file, as JSON (exit code 1 if an answer is wrong), or a folder of them")
-    m.add_argument('file', type=Path, help='08_scaler.ipynb, 08_mine.py, or a folder')
-    m.add_argument('--chapter', help="its number, such as 08, where the files' names do not begin with it")
-    m.add_argument('--only', nargs='+', metavar='NN.N', help='exercises that were asked, such as 01.2 02.2')
-    m.add_argument('--notebook', type=Path, help="your own copy of a chapter, with its number in the name and other numbers in it, such as my_85.ipynb")
-    m.add_argument('--csv', type=Path, help='where to write a table of a folder')
-    m.add_argument('--workers', type=int, default=os.cpu_count(), help='submissions of a folder at a time (%(default)s)')
-    m.add_argument('--seconds', type=int, default=60, help="the limit for each answer, in seconds of a processor's time (%(default)s); what only waits has three times as long")
-    sub.add_parser('self', help='check that every solution passes and no stub does').add_argument('chapters', nargs='*', help='numbers, or a copy of a chapter such as my_85.ipynb; by default all')
-    j = sub.add_parser('judge', help='judge the answers in the standard input, for `mark`')
-    j.add_argument('notebook', type=Path)
-    j.add_argument('--seconds', type=int)
-    return p
+    parser = argparse.ArgumentParser(prog='python -m tools.exercises', description=__doc__)
+    commands = parser.add_subparsers(dest='what', required=True)
+    add = commands.add_parser
+    command = add('check', help='run your solutions of a chapter')
+    command.add_argument('chapter', help='its number, such as 11')
+    command.add_argument('file', type=Path, help='Python with your solutions')
+    add('list', help='list all exercises with their points')
+    command = add('strip', help='write notebooks without solutions')
+    command.add_argument('out', type=Path, help='a folder')
+    add_mark(commands)
+    command = add('self', help='check that every solution passes and no stub does')
+    command.add_argument('chapters', nargs='*', help='numbers, or a copy of a chapter such as '
+                                                     'my_85.ipynb; by default all')
+    command = add('judge', help='judge the answers in the standard input, for `mark`')
+    command.add_argument('notebook', type=Path)
+    command.add_argument('--seconds', type=int)
+    return parser
 
 
 def main(argv=None) -> int: # the exit code
     "The command"
-    a = make_parser().parse_args(argv)
-    if a.what == 'check': return check(a.chapter, a.file)
-    if a.what == 'list':
-        for e in all_exercises(): print(f'{e.id}  {"●"*e.level:3}  {e.name:26}  {e.title}')
-    elif a.what == 'strip':
-        a.out.mkdir(parents=True, exist_ok=True)
-        for n in notebooks(): strip(n, a.out)
-    elif a.what == 'mark': return print_marks(a)
-    elif a.what == 'self':
-        copies = [Path(c) for c in a.chapters if c.endswith('.ipynb')]
-        todo = [e for c in copies for e in exercises(c)] or [e for e in all_exercises() if not a.chapters or e.id[:2] in a.chapters]
-        found = own(todo)
-        print(*found, f'{len(todo)} exercises, {sum(e.level for e in todo)} points, {len(found)} problems', sep='\n')
-        return int(bool(found))
-    else:
+    args = make_parser().parse_args(argv)
+    if args.what == 'check': return check(args.chapter, args.file)
+    if args.what == 'mark': return print_marks(args)
+    if args.what == 'self': return print_self(args.chapters)
+    if args.what == 'list':
+        for ex in all_exercises():
+            print(f'{ex.id}  {"●"*ex.level:3}  {ex.name:26}  {ex.title}')
+    elif args.what == 'strip':
+        args.out.mkdir(parents=True, exist_ok=True)
+        for notebook in notebooks(): strip(notebook, args.out)
+    elif args.what == 'judge':
         others, jobs = json.load(sys.stdin)
-        print(json.dumps(judge_all(a.notebook, others, jobs, a.seconds)))
+        print(json.dumps(judge_all(args.notebook, others, jobs, args.seconds)))
     return 0
 
 

@@ -1,26 +1,33 @@
 """Breakages of one line of the library, each of which must turn a test red.
 
-    python tools/mutants.py             all of them, with two workers; names the survivors, exit code 1 if there are any
+    python tools/mutants.py             all of them, with two workers; names the survivors,
+                                        exit code 1 if there are any
     python tools/mutants.py step 31     those of a module, and number 31
     python tools/mutants.py --list
 
-Each is applied to an exported file in a copy of the tree, never in place. A text that does not occur exactly once is an
-error, so bring the mutants of a module along when you rewrite it. Add one for each new line that matters."""
-import importlib, importlib.util, io, os, shutil, signal, sys, tempfile, time
+Each is applied to an exported file in a copy of the tree, never in place. A text that does not
+occur exactly once is an error, so bring the mutants of a module along when you rewrite it. Add one
+for each new line that matters."""
+import importlib, importlib.util, multiprocessing, os, shutil, sys, tempfile, time
 from collections import namedtuple
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = {'1': 'promises/test_1_no_nan', '2': 'promises/test_2_fp32', '3': 'promises/test_3_resume', '4': 'promises/test_4_ranks',
-         '5': 'promises/test_5_gradscaler', '6': 'promises/test_6_conversions', '7': 'promises/test_7_arguments',
-         **{n: f'test_{n}' for n in 'scaler step callback checkpoint dynamic policies gradscaler als layerwise accumulate distributed monitor underflow overflow fp8 fourbits tensorcore'.split()}}    # a promise, or a chapter's own tests
-OTHERS = ('fastai.basics', 'fastai.callback.schedule', 'fastai.callback.fp16', 'fastai.callback.tracker', 'pandas', 'pytest',
-          'sklearn.datasets', 'matplotlib.pyplot', 'torch._dynamo', 'torch.distributed', 'ipywidgets', 'scipy.special', 'hypothesis',
-          'pytest_timeout', 'pytest_rerunfailures', 'pydoc_data.topics', 'unittest.mock')   # imported once, before all tests
-LIMIT = 900                                                        # seconds; a test that hangs is told as an error
+PROMISES = {1: '1_no_nan', 2: '2_fp32', 3: '3_resume', 4: '4_ranks', 5: '5_gradscaler',
+            6: '6_conversions', 7: '7_arguments'}
+OTHERS = ('fastai.basics', 'fastai.callback.schedule', 'fastai.callback.fp16',
+          'fastai.callback.tracker', 'pandas', 'pytest', 'sklearn.datasets', 'matplotlib.pyplot',
+          'torch._dynamo', 'torch.distributed', 'ipywidgets', 'scipy.special', 'hypothesis',
+          'pytest_timeout', 'pytest_rerunfailures', 'pydoc_data.topics',
+          'unittest.mock')          # imported once, before all tests
+LIMIT = 900                         # seconds; a test that hangs is told as an error
+WORDS = {0: 'SURVIVED', 1: 'killed', 5: 'NO-TEST'} # by pytest's exit code; else 'ERROR'
+FORK = multiprocessing.get_context('fork')
+PYTEST = ['-x', '-q', '-p', 'no:cacheprovider', '-p', 'no:warnings', '-o', 'addopts=', '--tb=line']
 
-Mutant = namedtuple('Mutant', 'module old new promise tests')      # a key of FILES; what to select there, for pytest's -k
+# promise: its number, or a chapter whose tests are meant; tests: what to select, for pytest's -k
+Mutant = namedtuple('Mutant', 'module old new promise tests')
 M = [Mutant(*row) for row in (
     # the second protocol
     ('scaler', 'return tree_map(lambda l: l.float()*self.scale, loss)', 'return tree_map(lambda l: l*self.scale, loss)', 'scaler', 'half_loss'),
@@ -255,87 +262,121 @@ M = [Mutant(*row) for row in (
 )]
 
 
-def check_texts(mutants, root=ROOT):
+def check_texts(mutants):
     "Those whose text is not there exactly once, each as a sentence"
-    texts = {m.module: (root/'mpcourse'/f'{m.module}.py').read_text() for m in mutants}
-    return [f'{m.module}: {texts[m.module].count(m.old)} times {m.old!r}' for m in mutants if texts[m.module].count(m.old) != 1]
+    wrong = []
+    for mutant in mutants:
+        text = (ROOT/'mpcourse'/f'{mutant.module}.py').read_text()
+        times = text.count(mutant.old)
+        if times != 1: wrong.append(f'{mutant.module}: {times} times {mutant.old!r}')
+    return wrong
 
 
 def copy_tree(folder):
     "What tests need of the tree"
-    for d in ('mpcourse', 'tests'): shutil.copytree(ROOT/d, folder/d, ignore=shutil.ignore_patterns('__pycache__'))
+    without_caches = shutil.ignore_patterns('__pycache__')
+    for name in ('mpcourse', 'tests'):
+        shutil.copytree(ROOT/name, folder/name, ignore=without_caches)
     shutil.copy(ROOT/'pyproject.toml', folder)
-    return folder
 
 
-def tests_fail(folder, args):
-    "Run tests in a child that has imported torch, fastai and pytest already, and nothing of ours: red? and its last line"
+def test_file(promise):
+    "The file with the tests of a promise, or with a chapter's own"
+    if promise in PROMISES: return f'tests/promises/test_{PROMISES[promise]}.py'
+    return f'tests/test_{promise}.py'
+
+
+def run_pytest(folder, selected, out):
+    "In a child: run tests of a copy of the tree"
+    os.chdir(folder)
+    sys.path[:0] = [str(folder), str(folder/'tests')]
+    os.environ['PYTHONPATH'] = str(folder)
+    with open(out, 'w') as f, redirect_stdout(f), redirect_stderr(f):
+        import pytest
+        code = pytest.main([*selected, *PYTEST])
+    os._exit(code)    # without waiting for threads that a test has left
+
+
+def outcome(folder, selected):
+    """Pytest's exit code and last line
+
+    The child has imported torch, fastai and pytest already, and nothing of ours.
+    """
     out = folder/'out.txt'
-    pid = os.fork()
-    if not pid:
-        os.chdir(folder); sys.path[:0] = [str(folder), str(folder/'tests')]
-        os.environ['PYTHONPATH'] = str(folder)
-        with open(out, 'w') as f, redirect_stdout(f), redirect_stderr(f):
-            import pytest
-            code = int(pytest.main([*args, '-x', '-q', '-p', 'no:cacheprovider', '-p', 'no:warnings', '-o', 'addopts=', '--tb=line']))
-        os._exit(code)
-    start = time.monotonic()
-    while not (done := os.waitpid(pid, os.WNOHANG))[0]:
-        if time.monotonic() - start > LIMIT: os.kill(pid, signal.SIGKILL)
-        time.sleep(.1)
-    said = [l for l in out.read_text().splitlines() if l.strip()]
-    code = os.waitstatus_to_exitcode(done[1])
-    return code, next((l for l in reversed(said) if l.startswith(('FAILED', 'ERROR'))), said[-1] if said else '')
+    child = FORK.Process(target=run_pytest, args=(folder, selected, out))
+    child.start()
+    child.join(LIMIT)
+    child.kill()      # if it still runs
+    child.join()
+    lines = out.read_text().strip().splitlines()
+    failures = [line for line in lines if line.startswith(('FAILED', 'ERROR'))]
+    return child.exitcode, (failures or lines or [''])[-1]
 
 
-def try_one(folder, m):
+def try_one(folder, mutant):
     "Break, test, mend: a word and a line"
-    file = folder/'mpcourse'/f'{m.module}.py'
+    file = folder/'mpcourse'/f'{mutant.module}.py'
     whole = file.read_text()
     try:
-        file.write_text(whole.replace(m.old, m.new))
-        code, line = tests_fail(folder, [f'tests/{FILES[str(m.promise)]}.py', '-k', m.tests])
+        file.write_text(whole.replace(mutant.old, mutant.new))
+        code, line = outcome(folder, [test_file(mutant.promise), '-k', mutant.tests])
     finally: file.write_text(whole)
-    return {0: 'SURVIVED', 1: 'killed', 5: 'NO-TEST'}.get(code, 'ERROR'), line           # 1: a test failed
+    return WORDS.get(code, 'ERROR'), line
 
 
-def work(numbers, out):
-    "What a worker does: every second mutant"
-    sys.dont_write_bytecode = True
-    sys.path[:] = [p for p in sys.path if Path(p or '.').resolve() not in (ROOT, ROOT/'tools')]
-    for n in OTHERS:
-        if importlib.util.find_spec(n.split('.')[0]): importlib.import_module(n)
+def import_others():
+    "Import what tests use, and nothing of ours, so that each child starts with it"
+    ours = ROOT, ROOT/'tools'
+    sys.path[:] = [path for path in sys.path if Path(path or '.').resolve() not in ours]
+    for name in OTHERS:
+        if importlib.util.find_spec(name.split('.')[0]): importlib.import_module(name)
     import torch
     assert 'mpcourse' not in sys.modules
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as tmp:
-        folder = copy_tree(Path(tmp))
+
+
+def work(numbers, out):
+    "What a worker does: a line into the pipe for each of its mutants"
+    sys.dont_write_bytecode = True
+    import_others()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        copy_tree(folder)
         for i in numbers:
+            mutant = M[i]
             start = time.monotonic()
-            word, line = try_one(folder, M[i])
-            text = f'{word:9} {i:3} {M[i].module:12} {M[i].old.strip()[:60]!r}  ({time.monotonic() - start:.0f} s) {line[:110]}'
-            os.write(out, (text + '\n').encode())
+            word, line = try_one(folder, mutant)
+            seconds = time.monotonic() - start
+            what = f'{word:9} {i:3} {mutant.module:12} {mutant.old.strip()[:60]!r}'
+            os.write(out, f'{what}  ({seconds:.0f} s) {line[:110]}\n'.encode())
+
+
+def start_workers(chosen):
+    "Two workers, each with every second mutant; the lines that they write, as they come"
+    reader, writer = os.pipe()
+    for k in range(2): FORK.Process(target=work, args=(chosen[k::2], writer)).start()
+    os.close(writer)
+    return open(reader, encoding='utf-8')
 
 
 def main(args):
-    chosen = [i for i,m in enumerate(M) if not args or m.module in args or str(i) in args]
+    "Try the mutants of these modules or with these numbers, by default all; the exit code"
     if args == ['--list']:
-        for i,m in enumerate(M): print(f'{i:3} {m.module:12} {m.old.strip()!r} -> {m.new.strip()!r}  promise {m.promise}: {m.tests}')
+        for i, mutant in enumerate(M):
+            change = f'{mutant.old.strip()!r} -> {mutant.new.strip()!r}'
+            print(f'{i:3} {mutant.module:12} {change}  promise {mutant.promise}: {mutant.tests}')
         return 0
-    if wrong := check_texts([M[i] for i in chosen]):
-        print('These mutants replace a text that does not occur exactly once, so give them the present text:', *wrong, sep='\n  ')
+    chosen = [i for i, mutant in enumerate(M)
+              if not args or mutant.module in args or str(i) in args]
+    wrong = check_texts(M[i] for i in chosen)
+    if wrong:
+        print('These mutants replace a text that does not occur exactly once, '
+              'so give them the present text:', *wrong, sep='\n  ')
         return 2
-    read, write = os.pipe()
-    for k in range(2):
-        if not os.fork():
-            try: work(chosen[k::2], write)
-            finally: os._exit(0)
-    os.close(write)
-    words = []
-    for line in io.open(read, encoding='utf-8'):
+    killed = 0
+    for line in start_workers(chosen):
         print(line, end='', flush=True)
-        words.append(line.split()[0])
-    killed = words.count('killed')
+        if line.startswith('killed'): killed += 1
     print(f'{killed} of {len(chosen)} breakages turned a test red.')
     return int(killed < len(chosen))
 

@@ -1,7 +1,9 @@
-"""Notebooks for a fresh runtime, as Colab's: `python -m tools.runtime OUT` writes copies that install the course first.
+"""Notebooks for a fresh runtime, as Colab's: `python -m tools.runtime OUT` writes copies that
+install the course first.
 
-The deploy job keeps them on the branch `runtime`, where the site's links lead. To try one here, in an empty environment
-with Jupyter: `MPCOURSE_REPO=$PWD jupyter execute OUT/02_rounding.ipynb`.
+The deploy job keeps them on the branch `runtime`, where the site's links lead. To try one here,
+in an empty environment with Jupyter:
+`MPCOURSE_REPO=$PWD jupyter execute OUT/02_rounding.ipynb`.
 """
 import re, sys
 from pathlib import Path
@@ -12,14 +14,16 @@ from nbformat.v4 import new_code_cell
 
 from tools.course import chapters
 
-ROOT = Path(__file__).resolve().parent.parent
+COLAB = 'https://colab.research.google.com/github/mpcourse/mpcourse'
+BINDER = 'https://mybinder.org/v2/gh/mpcourse/mpcourse'
 INSTALL = '''# the course, with its library and its stored results: a minute or two, once
 import os, subprocess, sys
 
 repo = os.environ.get('MPCOURSE_REPO', 'https://github.com/mpcourse/mpcourse')
 if not os.path.isdir('mpcourse/nbs'):
     subprocess.run(['git', 'clone', '-q', '--depth', '1', repo, 'mpcourse'], check=True)
-    subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', '-e', './mpcourse[course]', 'ml_dtypes'], check=True)
+    subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', '-e', './mpcourse[course]',
+                    'ml_dtypes'], check=True)
 sys.path.insert(0, os.path.abspath('mpcourse'))'''
 
 
@@ -27,8 +31,8 @@ def links(
     ch, # a chapter
 ) -> str: # Markdown
     "Where a chapter can be run without installing anything"
-    colab = f'https://colab.research.google.com/github/mpcourse/mpcourse/blob/runtime/{ch.stem}.ipynb'
-    binder = f'https://mybinder.org/v2/gh/mpcourse/mpcourse/main?labpath=nbs/{ch.stem}.ipynb'
+    colab = f'{COLAB}/blob/runtime/{ch.stem}.ipynb'
+    binder = f'{BINDER}/main?labpath=nbs/{ch.stem}.ipynb'
     return f'Run it now: [Colab]({colab}) · [Binder]({binder})'
 
 
@@ -45,10 +49,10 @@ def write(
 ):
     "All notebooks, each with the install cell in front of its first code"
     out.mkdir(parents=True, exist_ok=True)
-    for ch in chapters(ROOT/'nbs'):
+    for ch in chapters():
         nb = nbformat.read(ch.path, as_version=4)
-        for c in nb.cells: c.source = where_it_runs(c.source)
-        nb.cells.insert(1, new_code_cell(INSTALL))
+        for cell in nb.cells: cell.source = where_it_runs(cell.source)
+        nb.cells.insert(1, new_code_cell(INSTALL, id='install'))
         nbformat.write(nb, out/ch.path.name)
 
 
