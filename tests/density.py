@@ -13,8 +13,8 @@ COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 
 def is_parallel(node):
     "a, b = x, y"
-    return isinstance(node, ast.Assign) and isinstance(node.targets[0],
-        ast.Tuple) and isinstance(node.value, ast.Tuple)
+    if not isinstance(node, ast.Assign): return False
+    return isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
 
 
 def density(
@@ -28,14 +28,15 @@ def density(
                   parallel=sum(map(is_parallel, nodes)))
     rates = {name: round(100*n/max(statements, 1), 1) for name, n in counts.items()}
     long = [line for line in text.splitlines() if len(line) > 100
-            and not line.startswith(('"""', '__all__', ' '*11 + "'"))]
+            and not line.startswith(('"""', '__all__', ' '*11 + "'", "    ('"))]    # tables
     return rates | dict(long_lines=len(long))
 
 
 def modules():
-    "Every module of the library with its numbers"
-    paths = sorted((ROOT/'mpcourse').glob('[a-z]*.py'))
-    return {p.stem: density(p.read_text(encoding='utf-8')) for p in paths}
+    "Every module of the library and every tool with its numbers"
+    library = {p.stem: p for p in sorted((ROOT/'mpcourse').glob('[a-z]*.py'))}
+    tools = {f'tools/{p.name}': p for p in sorted((ROOT/'tools').glob('[a-z]*.py'))}
+    return {name: density(p.read_text(encoding='utf-8')) for name, p in (library | tools).items()}
 
 
 if __name__ == '__main__':
