@@ -234,3 +234,7 @@ def test_in_earnest_is_one_fold_and_open_where_it_failed():
     assert shown() == whole
     error = nbformat.v4.new_output('error', ename='E', evalue='', traceback=[])
     assert shown(error) == [fold.format('false') if s.startswith(':::::') and 'collapse' in s else s for s in whole]
+
+
+def test_a_fence_that_is_no_callout_keeps_its_heading():
+    assert "\n## T\n" in P.callouts('::: {.x}\n## T\ntext\n:::', str, [])
