@@ -220,8 +220,8 @@ def callouts(
         kind = re.search(r'callout-(\w+)', fence['options'])
         if not kind:
             ends.append('</div>')
-            heading = f"## {fence['title']}\n\n" if fence['title'] else ''
-            return f'\n\n<div>\n\n{heading}'
+            if fence['title']: return f"\n\n<div>\n\n## {fence['title']}\n\n"
+            return '\n\n<div>\n\n'
         ends.append('</div></details>')
         state = '' if re.search(r'collapse="?true', fence['options']) else ' open'
         title = inline(fence['title'] or kind[1].capitalize())
