@@ -229,7 +229,8 @@ def run_all_cells(page, url, name):
     page.goto(f'{url}/lab/tree/{name}?reset')
     page.wait_for_selector(IDLE, timeout=90_000)
     # JupyterLab may ask something at any moment: whatever it is, accept it, also when it comes between two clicks
-    page.add_locator_handler(page.locator('.jp-Dialog .jp-mod-accept').first, lambda button: button.click())
+    page.add_locator_handler(page.locator('.jp-Dialog .jp-mod-accept').first, lambda button: button.click(),
+                             no_wait_after=True)    # a second dialog may stand where the first one was
     for attempt in range(6):  # a menu that is clicked while JupyterLab still settles may close again
         try:
             page.get_by_role('menuitem', name='Run', exact=True).click(timeout=8_000)
