@@ -29,8 +29,9 @@ def setting(watched=None, watch={}, **kw):
     opt, scaler = torch.optim.Adam(model.parameters(), lr=1e-3), StaticScaler(1024.).to(DEVICE)
     step = MixedStep(scaler)
     x = torch.randint(96, (16, 64), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    c = None if watched is None else TensorCollector(model, lambda n: watched, opt=opt,
-        scaler=scaler, keep=10, **watch)
+    c = None
+    if watched is not None:
+        c = TensorCollector(model, lambda n: watched, opt=opt, scaler=scaler, keep=10, **watch)
     def run():
         out = step(model, x, x, opt, cross_entropy)
         if c is not None: c.step(out['loss'])
@@ -40,8 +41,8 @@ def setting(watched=None, watch={}, **kw):
 
 def cost(name, kinds, repeats, **kw):
     "Costs of collections, spread over the steps until the next; kinds: name -> (arguments of the collector, bound)"
-    runs = {'bare': setting(**kw),
-        'idle': setting(False, **kw)} | {k: setting(True, w, **kw) for k, (w, _) in kinds.items()}
+    runs = {'bare': setting(**kw), 'idle': setting(False, **kw)}
+    for kind, (watched, _) in kinds.items(): runs[kind] = setting(True, watched, **kw)
     times = {k: [] for k in runs}
     for run in runs.values(): run()
     for _ in range(repeats):

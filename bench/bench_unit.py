@@ -63,8 +63,8 @@ class Transformer(nn.Module):
 
     def attend(self, x, i):
         b, t, d = x.shape
-        q, k, v = self.ops.linear(x, self.ps[f'qkv{i}']).view(b, t, 3, self.heads,
-            d//self.heads).permute(2, 0, 3, 1, 4)
+        qkv = self.ops.linear(x, self.ps[f'qkv{i}']).view(b, t, 3, self.heads, d//self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         return self.ops.linear(self.ops.attention(q, k, v).transpose(1, 2).reshape(b, t, d),
                                self.ps[f'out{i}'])
 

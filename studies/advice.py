@@ -40,8 +40,9 @@ def run(row, seed):
     fp32 = tried('FP32', row, seed + 100)
     for s in SCHEMES:
         got = tried(s, row, seed + 100)
-        found[f'{s}, tried'] = math.nan if got['refused'] else lost_share(got['score'],
-            fp32['before'], fp32['score'])
+        lost = math.nan
+        if not got['refused']: lost = lost_share(got['score'], fp32['before'], fp32['score'])
+        found[f'{s}, tried'] = lost
     return found | dict(seconds_tried=time.perf_counter() - middle)
 
 

@@ -46,8 +46,8 @@ def run(row, seed):
     scale = measured(net, seed) if name == 'measured' else SCALES[name]
     step = MixedStep(StaticScaler(scale)) if scale else plain_step
     with fp32_accumulate():
-        loss, history = train_heads(step, seed) if net == 'two_heads' else train_other(net, step,
-            seed)
+        if net == 'two_heads': loss, history = train_heads(step, seed)
+        else: loss, history = train_other(net, step, seed)
     return dict(loss=loss, skipped=sum(map(float, history.get('skipped', [0.])))/150,
                 scale=scale or 0.)
 

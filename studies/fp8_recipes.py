@@ -21,8 +21,8 @@ OUTLIER = {'FP32': None} | {k: k
                                       'mx_floor')}
 UNIT = {'FP32': None, 'E4M3, no scale': E4M3}
 SOME = {'FP32': None, 'tensorwise': 'tensorwise', 'mx': 'mx'}
-TASKS = dict(plain=PLAIN, outlier=OUTLIER,
-    unit=UNIT) | {f'outlier 2^{k}': SOME for k in (8, 12, 14)}
+TASKS = dict(plain=PLAIN, outlier=OUTLIER, unit=UNIT)
+TASKS |= {f'outlier 2^{k}': SOME for k in (8, 12, 14)}
 ROWS = [f'{task}: {name}' for task, recipes in TASKS.items() for name in recipes]
 SEEDS = range(5)
 

@@ -95,8 +95,8 @@ def ties(number, ties=2, how='bf16', rest=-12., keys=64, width=64, queries=4000)
     values = store(-1 - torch.rand(keys, width, generator=g))
     scores = rest - 3*torch.rand(queries, keys, generator=g)
     places = torch.stack([torch.randperm(keys, generator=g)[:ties] for _ in range(queries)])
-    scores[torch.arange(queries)[:, None],
-        places] = (.5 + 3*torch.rand(queries, 1, generator=g)).expand(-1, ties)
+    top = .5 + 3*torch.rand(queries, 1, generator=g)
+    scores[torch.arange(queries)[:, None], places] = top.expand(-1, ties)
     exact_weights = scores.double().softmax(-1)
     true = exact_weights @ values.double()
     top = scores.amax(-1, keepdim=True)
@@ -141,8 +141,8 @@ def choice(number, score, cast=bf16, given=bf16, tokens=4096, experts=256, top=8
 def counts(number, cast, less=0, spread=3, ranks=64, experts=256):
     "The share of experts whose bias moves the wrong way, or stands still, and how many different sums there are"
     g = torch.Generator().manual_seed(seed(number))
-    per_rank = 640 + torch.randint(-32, 33, (ranks, experts),
-        generator=g).float() + spread*torch.randn(experts, generator=g).round()
+    noise = torch.randint(-32, 33, (ranks, experts), generator=g).float()
+    per_rank = 640 + noise + spread*torch.randn(experts, generator=g).round()
     total = torch.zeros(experts)
     for c in per_rank: total = cast(total + c - less)
     true = per_rank.sum(0)
@@ -170,8 +170,9 @@ def balance(number, cast=exact, rate=1e-3, experts=32, top=4, width=16, tokens=5
 def run(row, seed):
     "The numbers of its kind"
     kind, kw = ROWS[row]
-    return dict(positions=positions, ties=ties, shared=shared, choice=choice, counts=counts,
-        balance=balance)[kind](seed, **kw)
+    kinds = dict(positions=positions, ties=ties, shared=shared, choice=choice, counts=counts,
+                 balance=balance)
+    return kinds[kind](seed, **kw)
 
 
 if __name__ == '__main__':

@@ -191,8 +191,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         b, t, d = x.shape
-        q, k, v = self.rest(self.qkv(x)).view(b, t, 3, self.heads, d//self.heads).permute(2, 0, 3,
-            1, 4)
+        qkv = self.rest(self.qkv(x)).view(b, t, 3, self.heads, d//self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         if self.norm: q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
         scores = q @ k.mT*(d//self.heads)**-.5
         self.top = scores.detach().abs().max().item()
@@ -261,8 +261,8 @@ def shrink(attn, factor):
 def run(row, seed):
     "The numbers of its kind, one training"
     kind, kw = ROWS[row]
-    return dict(logits=logits, keys=keys, variance=variance, mask=mask, scores=scores)[kind](seed,
-        **kw)
+    kinds = dict(logits=logits, keys=keys, variance=variance, mask=mask, scores=scores)
+    return kinds[kind](seed, **kw)
 
 
 if __name__ == '__main__':

@@ -223,8 +223,8 @@ def by_trainer(model, x, y):
             super().create_accelerator_and_postprocess()
             self.accelerator.scaler = scaler
         def compute_loss(self, *args, **kw):
-            with fp32_accumulate(), torch.autocast('cpu',
-                torch.float16): loss = super().compute_loss(*args, **kw)
+            with fp32_accumulate(), torch.autocast('cpu', torch.float16):
+                loss = super().compute_loss(*args, **kw)
             losses.append((loss[0] if isinstance(loss, tuple) else loss).item())
             return loss
     examples = [{'x': a, 'labels': b} for a, b in zip(x, y)]*STEPS

@@ -233,8 +233,9 @@ def integrator(number, state=exact, rest=exact, shifted=False, length=256, width
 def run(row, seed):
     "The numbers of its kind, one training"
     kind, kw = ROWS[row]
-    return dict(norms=norms, average=average, v=v, states=states, heads=heads,
-        integrator=integrator)[kind](seed, **kw)
+    kinds = dict(norms=norms, average=average, v=v, states=states, heads=heads,
+                 integrator=integrator)
+    return kinds[kind](seed, **kw)
 
 
 if __name__ == '__main__':

@@ -57,8 +57,8 @@ def run(row, seed):
     scheme, guard, _ = scheme.partition(' and a guard')
     data, model = drawings(), two_heads(seed)
     if scheme in RECIPES: model = simulate_fp8(model, RECIPES[scheme])
-    step = MixedStep(StaticScaler(1.), torch.bfloat16,
-        clip=1.) if scheme == 'BF16' else fp32_step(1.)
+    step = fp32_step(1.)
+    if scheme == 'BF16': step = MixedStep(StaticScaler(1.), torch.bfloat16, clip=1.)
     if guard: step = guarded(step)
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
     seen = fit(model, batches(data, 256, 200, seed), opt, heads_loss,

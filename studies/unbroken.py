@@ -264,8 +264,8 @@ def sum_(number, n, cast=bf16, pairs=False, rescaled=False, rate=.5, train_steps
 def run(row, seed):
     "The numbers of its kind"
     kind, kw = ROWS[row]
-    return dict(muon=muon, norms=norms, four_six=four_six, swiglu=swiglu, steps=steps,
-        sum=sum_)[kind](seed, **kw)
+    kinds = dict(muon=muon, norms=norms, four_six=four_six, swiglu=swiglu, steps=steps, sum=sum_)
+    return kinds[kind](seed, **kw)
 
 
 if __name__ == '__main__':

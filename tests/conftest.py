@@ -28,8 +28,8 @@ def each(names, values):
                 case = dict(zip(names, value)) if len(names) > 1 else {names[0]: value}
                 try: test(*args, **fixtures, **case)
                 except pytest.skip.Exception: skipped += 1
-                except (Exception,
-                    pytest.fail.Exception) as e: failed.append(f'{case}: {type(e).__name__}: {e}')
+                except (Exception, pytest.fail.Exception) as e:
+                    failed.append(f'{case}: {type(e).__name__}: {e}')
             assert not failed, f'{len(failed)} of {len(values)} cases:\n' + '\n'.join(f[:1000] for f in failed[:20])
             if skipped and skipped == len(values): pytest.skip('every case was skipped')
         known = inspect.signature(test)
@@ -124,8 +124,8 @@ def small_course(tmp_path):
         for stem, cells in stems.items():
             made = [new_markdown_cell(c.removeprefix('%md ')) if c.startswith(('# ', ':::', '%md '))
                     else new_code_cell(c) for c in cells]
-            (nbs/f'{stem.lstrip("_")}.ipynb').write_text(writes(new_notebook(cells=made)),
-                encoding='utf-8')
+            path = nbs/f'{stem.lstrip("_")}.ipynb'
+            path.write_text(writes(new_notebook(cells=made)), encoding='utf-8')
         return nbs
     return write
 
@@ -136,8 +136,8 @@ def browser(tmp_path_factory):
     if CHROME is None: pytest.skip('there is no Chromium here')
     sync_api = pytest.importorskip('playwright.sync_api')
     with sync_api.sync_playwright() as p:
-        ctx = p.chromium.launch_persistent_context(str(tmp_path_factory.mktemp('profile')),
-            executable_path=CHROME,
+        profile = str(tmp_path_factory.mktemp('profile'))
+        ctx = p.chromium.launch_persistent_context(profile, executable_path=CHROME,
                                                    headless=True, args=CHROME_ARGS)
         yield ctx
         ctx.close()

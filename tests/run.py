@@ -111,8 +111,8 @@ def types():
         (Path(tmp)/'readme.py').write_text('\n'.join(blocks), encoding='utf-8')
         found = sh(BIN/'basedpyright', '--pythonpath', sys.executable, '--level', 'error', tmp,
                    cwd=tmp, PYTHONPATH=str(ROOT))
-    return check('the front page has code', blocks) + check('basedpyright finds nothing',
-        found == 0)
+    clean = check('basedpyright finds nothing', found == 0)
+    return check('the front page has code', blocks) + clean
 
 
 def course():
@@ -135,8 +135,8 @@ def pytest(python, *args):
                 'worksteal', *args, MPCOURSE_REPORT=str(report))
         seen = report.read_text().split() if report.exists() else []
     res = Counts(*(seen.count(o) for o in ('passed', 'failed', 'skipped')))
-    return res if rc in (0,
-        1) and bool(rc) == bool(res.failed) else res + check(f'pytest ended with code {rc}', False)
+    if rc in (0, 1) and bool(rc) == bool(res.failed): return res
+    return res + check(f'pytest ended with code {rc}', False)
 
 
 def tests():
@@ -205,8 +205,8 @@ def library():
     alone = '-k', 'not rank and not process and not killed' # these have run with the other tests
     promised = [f'tests/promises/test_{name}.py' for name in ('1_no_nan', '2_fp32', '3_resume')]
     rest = [f'tests/test_{name}.py' for name in FASTAI]
-    return pytest(LIBENV/'bin/python', *promised, *alone) + pytest(LIBENV/'bin/python', *rest, '-m',
-        'library', *alone)
+    python = LIBENV/'bin/python'
+    return pytest(python, *promised, *alone) + pytest(python, *rest, '-m', 'library', *alone)
 
 
 def chromium():

@@ -236,5 +236,5 @@ def test_in_earnest_is_one_fold_and_open_where_it_failed():
     assert shown(error) == [fold.format('false') if s.startswith(':::::') and 'collapse' in s else s for s in whole]
 
 
-def test_a_fence_that_is_no_callout_keeps_its_heading():
+def test_a_fence_other_than_a_callout_keeps_its_heading():
     assert "\n## T\n" in P.callouts('::: {.x}\n## T\ntext\n:::', str, [])
