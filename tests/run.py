@@ -1,7 +1,9 @@
 """What `make test` runs: every stage, whatever became of the one before; ends with one line of counts.
 
-    python tests/run.py              all stages
-    python tests/run.py lint pytest  some of them
+    python tests/run.py             all stages
+    python tests/run.py lint tests  some of them
+
+CI, and ALL=1, run every chapter and every test. Otherwise those are left out that went well before with the same code.
 """
 import configparser, filecmp, hashlib, importlib, json, os, re, shutil, signal, subprocess, sys, tempfile, time
 from dataclasses import dataclass
@@ -10,6 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 LIBENV = ROOT/'.venv-library'
+RUN_ALL = os.environ.get('CI') == 'true' or bool(os.environ.get('ALL'))
+NOTHING_RAN = 5     # pytest's exit code
 # tests of what another fastai could break, beside the promises
 FASTAI = 'callback monitor checkpoint accumulate'.split()
 CHKSTYLE_IGNORE = 'continuation-indent,semicolon,dict-literal,single-statement-body,inefficient-multiline-expression'
@@ -17,14 +21,18 @@ CHKSTYLE_IGNORE = 'continuation-indent,semicolon,dict-literal,single-statement-b
 
 @dataclass
 class Counts:
-    "How many checks passed, failed and were skipped"
+    "How many checks passed, failed, were skipped, and had passed before with the same code"
     passed: int = 0
     failed: int = 0
     skipped: int = 0
+    unchanged: int = 0
 
     def __add__(self, o):
-        return Counts(self.passed + o.passed, self.failed + o.failed, self.skipped + o.skipped)
-    def __str__(self): return f'{self.passed} passed, {self.failed} failed, {self.skipped} skipped'
+        return Counts(self.passed + o.passed, self.failed + o.failed, self.skipped + o.skipped,
+                      self.unchanged + o.unchanged)
+    def __str__(self):
+        text = f'{self.passed} passed, {self.failed} failed, {self.skipped} skipped'
+        return f'{text}, {self.unchanged} unchanged since they passed' if self.unchanged else text
 
 
 def environment(**more):
@@ -116,26 +124,28 @@ def types():
 
 
 def course():
-    "Run every notebook in a fresh kernel into _course/; outside of CI only those whose text or code has changed"
+    "Run every notebook in a fresh kernel into _course/, or only those whose text or code has changed"
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp)/'outcomes.json'
         code = ("import json, sys; from tools.course import run_course; "
-                "json.dump([o.status for o in run_course(changed=sys.argv[2] != 'CI')], open(sys.argv[1], 'w'))")
-        rc = sh(sys.executable, '-c', code, report, 'CI' if os.environ.get('CI') == 'true' else '')
+                "json.dump([o.status for o in run_course(changed=sys.argv[2] == 'changed')], open(sys.argv[1], 'w'))")
+        rc = sh(sys.executable, '-c', code, report, 'all' if RUN_ALL else 'changed')
         if rc or not report.exists(): return check('the course runs', False)
         status = json.loads(report.read_text())
         return Counts(status.count('ok'), len(status) - status.count('ok'))
 
 
 def pytest(python, *args):
-    "Run pytest on all cores; counts what has run, also where pytest itself did not reach its end"
+    "Run pytest on all cores, without what `unchanged` leaves out; counts what has run, also where pytest itself did not reach its end"
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp)/'outcomes.txt'
+        chosen = [] if RUN_ALL else ['-p', 'tests.unchanged']
         rc = sh(python, '-m', 'pytest', '-p', 'no:cacheprovider', '-n', 'auto', '--dist',
-                'worksteal', *args, MPCOURSE_REPORT=str(report))
+                'worksteal', *chosen, *args, MPCOURSE_REPORT=str(report))
         seen = report.read_text().split() if report.exists() else []
-    res = Counts(*(seen.count(o) for o in ('passed', 'failed', 'skipped')))
+    res = Counts(*(seen.count(o) for o in ('passed', 'failed', 'skipped', 'unchanged')))
     if rc in (0, 1) and bool(rc) == bool(res.failed): return res
+    if rc == NOTHING_RAN and res.unchanged: return res
     return res + check(f'pytest ended with code {rc}', False)
 
 

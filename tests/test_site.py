@@ -267,6 +267,7 @@ def served(folder):
         finally: server.shutdown()
 
 
+@pytest.mark.chapters(*BUILT)
 class TestSmallSite:
     pytestmark = slow
 

@@ -18,8 +18,8 @@ from nbformat.v4 import new_notebook, new_output
 from tqdm import tqdm
 
 from mpcourse.doctor import has_cuda
-from tools.notebooks import ROOT, code_hash, digest
-from tools.pages import directives, error_of, index_html, page_html
+from tools.notebooks import ROOT, code_hash, digest, read_text
+from tools.pages import MAKERS, directives, error_of, index_html, page_html
 
 THREADS = [f'{v}_NUM_THREADS' for v in ('OMP', 'MKL', 'OPENBLAS', 'NUMEXPR')]
 # a page shows the lighter one; slides and cards take the png
@@ -382,20 +382,31 @@ async def run_all(
     with bar: return await asyncio.gather(*map(run_one, chs))
 
 
+def page_hash(
+    copy: Path,   # an executed notebook
+    *around,      # what else the page shows: its chapter, those that have pages
+) -> str: # twelve hexadecimal digits
+    "A fingerprint of what a page is made from, and by which code"
+    return digest(read_text(copy), repr(around), *map(read_text, MAKERS))
+
+
 def write_page(
     ch: Chapter, # a numbered one
     made: list,  # those that have an executed copy
     out: Path,   # the folder of executed copies
 ) -> dict: # ch, part, run (None without a copy) and fresh, for the list of chapters
-    "Make the page of a chapter that has an executed copy"
+    "Make the page of a chapter that has an executed copy, unless it is there as it would be"
     nb = executed(ch, out)
     if nb is None: return dict(ch=ch, part=ch.part, run=None)
     fresh = is_fresh(nb, ch)
     steps = [None, *made, None]
     at = steps.index(ch)
     stems = {'index', *map(attrgetter('stem'), made)}
-    html = page_html(nb, ch, stems, prev=steps[at-1], next=steps[at+1], fresh=fresh)
-    write_text(out/f'{ch.stem}.html', html)
+    around = dict(prev=steps[at-1], next=steps[at+1], fresh=fresh)
+    page = out/f'{ch.stem}.html'
+    stamp = f'<!-- {page_hash(out/ch.path.name, ch, made, around)} -->'
+    if not page.exists() or not read_text(page).endswith(stamp):
+        write_text(page, page_html(nb, ch, stems, **around) + stamp)
     return dict(ch=ch, part=ch.part, run=nb.metadata.mpcourse, fresh=fresh)
 
 

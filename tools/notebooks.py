@@ -48,9 +48,10 @@ def imported_from(
     return {f'mpcourse.{homes.get(alias.name, alias.name)}' for alias in node.names}
 
 
+@cache
 def imported(
     code: str, # Python; lines of magic are left out
-) -> set: # names of modules within the package
+) -> frozenset: # names of modules within the package
     "Which modules of mpcourse a piece of code imports, at its top or within a function"
     python = re.sub(r'^[ \t]*[%!?].*$', '', code, flags=re.M)
     names = set()
@@ -60,7 +61,7 @@ def imported(
             for alias in node.names: names.add(alias.name)
         elif isinstance(node, ast.Constant) and re.match(r'mpcourse\.\w+$', str(node.value)):
             names.add(node.value)     # import_module('…')
-    return {name.split('.')[1] for name in names if name.startswith('mpcourse.')}
+    return frozenset(name.split('.')[1] for name in names if name.startswith('mpcourse.'))
 
 
 @cache

@@ -15,6 +15,7 @@ from traitlets.config import Config
 
 TEMPLATES = Path(__file__).parent/'templates'
 STYLES = Path(__file__).parent.parent/'nbs/styles.css', TEMPLATES/'page.css'
+MAKERS = *STYLES, TEMPLATES/'course/index.html.j2', Path(__file__)
 VIEW = 'application/vnd.jupyter.widget-view+json'
 STATE = 'application/vnd.jupyter.widget-state+json'
 # the first of them that an output has is shown
