@@ -82,6 +82,7 @@ def module_files(
 
 # --- fingerprints ---
 
+@cache
 def bare(code: str) -> str: # what of it runs
     "Code without comments and docstrings; as it is where a line is IPython's"
     try: tree = ast.parse(code)
