@@ -306,6 +306,7 @@ def test_sliders_move_in_jupyterlab(browser, lab, path):
     finally: page.close()
 
 
+@pytest.mark.chapters('90_plots')
 def test_arrow_keys_move_a_figure_and_not_the_notebook_in_jupyterlab(browser, lab):
     page = browser.new_page()
     try:

@@ -105,16 +105,22 @@ def test_what_nobody_wrote_gets_nothing(tmp_path):
     assert row['state'] == 'wrong' and 'last of 2 definitions' in row['says']
 
 
-@each('code', [
-    '\ufeff' + RIGHT, f'# -*- coding: latin-1 -*-\n# für\n{RIGHT}'.encode('latin-1'), 'if __name__ == "__main__":\n    ' + RIGHT, 'BASE: int = 2\ndef stuck_at(n): return BASE**(n + 1)', 'if True:\n    ' + RIGHT,
+WRITTEN = [
+    '\ufeff' + RIGHT,
+    f'# -*- coding: latin-1 -*-\n# für\n{RIGHT}'.encode('latin-1'),
+    'if __name__ == "__main__":\n    ' + RIGHT,
+    'BASE: int = 2\ndef stuck_at(n): return BASE**(n + 1)',
+    'if True:\n    ' + RIGHT,
     'powers = []\nfor n in range(30): powers.append(2**(n + 1))\ndef stuck_at(n): return powers[n]',
-    RIGHT + 'for line in open("data.txt"): print(stuck_at(line))'])
-def test_a_right_answer_is_right_however_it_is_written(tmp_path, code):
-    mine = tmp_path/'01_mine.py'
-    mine.write_bytes(code if isinstance(code, bytes) else code.encode())
-    row = mark(mine)['exercises'][0]
-    assert row['state'] == 'right', row
-    if code[0] == '\ufeff': assert main(['check', '01', str(mine)]) == 0
+    RIGHT + 'for line in open("data.txt"): print(stuck_at(line))']
+
+
+def test_a_right_answer_is_right_however_it_is_written(tmp_path):
+    files = {f'01_{i}.py': code if isinstance(code, bytes) else code.encode() for i, code in enumerate(WRITTEN)}
+    for name, code in files.items(): (tmp_path/name).write_bytes(code)
+    marks = mark_folder(tmp_path, workers=2)
+    assert {name: m['exercises'][0]['state'] for name, m in marks.items()} == dict.fromkeys(files, 'right')
+    assert main(['check', '01', str(tmp_path/'01_0.py')]) == 0
 
 
 def test_a_star_import_in_another_cell(tmp_path):

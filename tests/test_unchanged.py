@@ -48,13 +48,13 @@ def ran(root):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(('PYTEST', 'PYTHONPATH'))}
     command = [sys.executable, '-m', 'pytest', '-v', '-p', 'no:cacheprovider', '-p', 'tests.unchanged', 'tests']
     out = subprocess.run(command, cwd=root, capture_output=True, text=True,
-                         env={**clean, 'MPCOURSE_REPORT': str(root/'report'), 'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}).stdout
+                         env={**clean, 'MPCOURSE_REPORT': f'{root}.report', 'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}).stdout
     return {name.strip('[]') for name in re.findall(r'::test_(?:chapter(?=\[))?(\S+) (?:PASSED|FAILED)', out)}
 
 
 @pytest.fixture(scope='module')
 def tested(tmp_path_factory):
-    "The small project, with git and the two files that do the work, after its first run"
+    "The small project, with the two files that do the work, after its first run"
     root = tmp_path_factory.mktemp('project')
     files = {**FILES, 'nbs/01_x.ipynb': notebook('# X', 'words'), 'nbs/02_y.ipynb': notebook('# Y')}
     for name, text in files.items():
@@ -63,8 +63,6 @@ def tested(tmp_path_factory):
     (root/'tools').mkdir()
     shutil.copy(ROOT/'tools/notebooks.py', root/'tools')
     shutil.copy(ROOT/'tests/unchanged.py', root/'tests')
-    (root/'.gitignore').write_text('.green.json\n__pycache__/\nreport\n')
-    subprocess.run(['git', 'init', '-q'], cwd=root, check=True)
     assert ran(root) == ALL
     return root
 

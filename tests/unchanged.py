@@ -3,7 +3,7 @@
 A test is its own text, what it names in its file, the modules of mpcourse behind these, and every file
 that is no chapter, module or test. If it mentions notebooks or pages, it also is all of them, or those
 that it is given. `.green.json` keeps a fingerprint of each test that passed."""
-import ast, importlib.metadata, json, os, re, subprocess, sys
+import ast, importlib.metadata, json, os, re, sys
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -106,13 +106,14 @@ def fingerprint(path):
 
 @cache
 def house():
-    "Of Python, torch, and every file under git that is no chapter, module, test or text"
-    listed = subprocess.run(['git', 'ls-files', '-co', '--exclude-standard'], cwd=ROOT, capture_output=True,
-                            text=True, check=True).stdout.splitlines()
-    other = [f for f in listed if (ROOT/f).is_file()
-             and not re.search(r'^nbs/[^/]*\.ipynb$|^mpcourse/\w+\.py$|/test_\w+\.py$|\.md$', f)]
+    "Of Python, torch, and every file of the project that is no chapter, module, test or text"
+    files = [p for p in ROOT.iterdir() if not p.name.startswith('.')]
+    for folder in ('.ci', '.github', 'bench', 'mpcourse', 'nbs', 'studies', 'tests', 'tools'):
+        files += (ROOT/folder).rglob('*')
+    known = re.compile(r'nbs/[^/]*\.ipynb$|mpcourse/\w+\.py$|/test_\w+\.py$|\.md$|__pycache__|_checkpoints')
+    other = [p for p in sorted(files) if p.is_file() and not known.search(p.as_posix())]
     versions = [importlib.metadata.version(n) for n in ('torch', 'fastai', 'fastcore')]
-    return digest(sys.version, *versions, *other, *(fingerprint(ROOT/f) for f in other))
+    return digest(sys.version, *versions, *map(str, other), *map(fingerprint, other))
 
 
 @cache
