@@ -113,7 +113,7 @@ def house():
     known = re.compile(r'nbs/[^/]*\.ipynb$|mpcourse/\w+\.py$|/test_\w+\.py$|\.md$|__pycache__|_checkpoints')
     other = [p for p in sorted(files) if p.is_file() and not known.search(p.as_posix())]
     versions = [importlib.metadata.version(n) for n in ('torch', 'fastai', 'fastcore')]
-    return digest(sys.version, *versions, *map(str, other), *map(fingerprint, other))
+    return digest(sys.version, *versions, *(p.relative_to(ROOT).as_posix() for p in other), *map(fingerprint, other))
 
 
 @cache
