@@ -13,6 +13,7 @@ CHROME_ARGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-ru
                '--disable-component-update', '--disable-sync']
 
 sys.path[:0] = [str(ROOT/'tests'), str(ROOT)]
+from unchanged import chapters_of
 
 
 def each(names, values):
@@ -52,6 +53,32 @@ def pytest_runtest_logreport(report):
     if not path or 'PYTEST_XDIST_WORKER' in os.environ or report.outcome == 'rerun': return
     if report.when == 'call' or report.outcome != 'passed':
         with open(path, 'a') as f: f.write(report.outcome + '\n')
+
+
+opened = set()
+
+
+def note_chapters(event, args):
+    "Note what is opened of the chapters, their pages and the texts"
+    if event != 'open': return
+    path = str(args[0])
+    parts = path.removeprefix(str(ROOT) + os.sep).split(os.sep)
+    if path.startswith(str(ROOT)) and (path.endswith(('.ipynb', '.md')) or parts[0] == '_course'): opened.add(path)
+
+
+sys.addaudithook(note_chapters)
+
+
+def unmarked(item):
+    "What is wrong if a test reads a chapter and does not say so; `make test` would leave it out when the chapter changes"
+    if opened and not chapters_of(item): return f'It reads {min(opened)}: mark it with @pytest.mark.chapters.'
+
+
+@pytest.fixture(autouse=True)
+def chapters_are_marked(request):
+    opened.clear()
+    yield
+    if unmarked(request.node): pytest.fail(unmarked(request.node))
 
 
 @pytest.fixture(autouse=True)

@@ -106,11 +106,13 @@ def test_the_old_rules_mistake_one_of_today_and_the_probe_names_two():
 
 # --- the evidence ---
 
+@pytest.mark.chapters('35_cases')
 @pytest.mark.parametrize('name', DIAGNOSES)
 def test_each_diagnosis_fires_on_its_own_case_alone(check, name):
     assert check(DIAGNOSES[name]) == f'{name}: nothing'
 
 
+@pytest.mark.chapters('35_cases')
 @pytest.mark.parametrize('f, says', [
     (lambda e: True, 'fires on'), (lambda e: False, 'no training'), (lambda e: e['kept'] < .3, 'C: nothing, D: nothing, E: nothing'),
     (lambda e: e['skipped'] == 6, 'which is cured'), (lambda e: e['octaves'] > 37.8, 'seeds of')])
@@ -216,6 +218,7 @@ def test_where_seeds_differ_nothing_is_asked():
     assert outcomes(table) == dict(A=dict(x=True, y=None), B=dict(x=False, y=None))
 
 
+@pytest.mark.chapters('35_cases')
 def test_the_notebook_names_no_answer():
     path, = [p for p in NBS if p.stem == '35_cases']
     text = path.read_text(encoding='utf-8').split('Put it to work')[0]

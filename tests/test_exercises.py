@@ -15,6 +15,8 @@ import mpcourse.all as library
 
 from tools.exercises import all_exercises, checkers, definitions
 
+pytestmark = pytest.mark.chapters
+
 WRONG = {
     # 01: one power too early
     'check_stuck_at': 'lambda man_bits: 2**man_bits',

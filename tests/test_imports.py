@@ -123,6 +123,7 @@ def needed(name, found):
     return found
 
 
+@pytest.mark.chapters('index')
 def test_a_wheel_trains_beside_torch_fastcore_and_numpy_alone(tmp_path):
     pytest.importorskip('setuptools')
     source = tmp_path/'source'

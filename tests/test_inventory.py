@@ -2,7 +2,7 @@
 import pytest
 from conftest import barriers, NBS
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.chapters('87_inventory', '96_teaching'), pytest.mark.timeout(240)]
 RIGHT = 'BBCBACBACB CCBACAACBA CBBBBCBBAA'  # by hand, from the questions as the page shows them
 
 

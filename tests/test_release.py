@@ -27,11 +27,13 @@ def test_a_release_needs_a_committed_tree(tree, monkeypatch):
     assert 'setup.py' in release.refusals('1.2.3', '2027-01-31')[0]
 
 
+@pytest.mark.chapters('index')
 def test_the_changelog_has_a_section_for_this_version():
     assert release.day_of(release.version(), (ROOT/'CHANGELOG.md').read_text())
     assert release.day_of('9.9', '## 9.9 (2030-01-01)\n') == '2030-01-01' and release.day_of('9.8', '## 9.9 (x)') == ''
 
 
+@pytest.mark.chapters('index')
 def test_readmes_code_is_what_the_wheel_runs():
     code = release.snippets((ROOT/'README.md').read_text())
     compile(code, 'README', 'exec')

@@ -347,6 +347,7 @@ torch.save(out, f'{folder}/{rank}.pt')
 
 # --- CONTRIBUTING ---
 
+@pytest.mark.chapters('index')
 def test_a_policy_is_written_from_contributings_paragraph():
     "Three names are enough, and the paragraph has them"
     text = (ROOT/'CONTRIBUTING.md').read_text(encoding='utf-8')

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from conftest import NBS, ROOT, each
 
+pytestmark = pytest.mark.chapters
+
 CELLS = {p: json.loads(p.read_text(encoding='utf-8'))['cells'] for p in NBS}
 TEXTS = {p: [''.join(c['source']) for c in cells] for p, cells in CELLS.items()}
 # module → the number of the notebook that exports it

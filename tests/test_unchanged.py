@@ -1,46 +1,32 @@
-"What `make test` leaves out: a small project of two modules, two chapters and six tests, in which one thing changes at a time"
+"What `make test` leaves out: a small project, in which one thing changes at a time"
 import json, os, re, shutil, subprocess, sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, unmarked
 
 FILES = {
-    'mpcourse/__init__.py': '',
     'mpcourse/a.py': 'def one(): return 1\n',
-    'mpcourse/b.py': 'def two():\n    from mpcourse.a import one\n    return 2*one()\n',
-    'mpcourse/c.py': 'THREE = 3\n',
-    'tests/helper.py': 'from mpcourse.b import two\n',
-    'settings.ini': 'version = 1\n',
+    'studies/rain.json': '1',
     'README.md': 'Two chapters\n',
     'pytest.ini': '[pytest]\nmarkers = chapters',
-    'tests/test_small.py': '''
-import sys
-from pathlib import Path
+    '_course/01_x.html': 'X',
+    'tests/test_first.py': 'def test_a(): pass\n',
+    'tests/test_second.py': 'from test_first import test_a as other\ndef test_b(): other()\n',
+    'tests/test_third.py': '''
 import pytest
-from mpcourse import a
-from mpcourse.c import THREE
-NBS = sorted((Path(__file__).parent.parent/'nbs').glob('*.ipynb'))
-LIMIT = 9
-def small(x): return x < LIMIT
-def test_a(): assert small(a.one())
-def test_b():
-    import helper
-    assert helper.two() > 0
-def test_c(): assert THREE
-class TestClass:
-    def test_in_class(self): assert THREE
-def test_process(): assert sys.executable
-def test_chapters(): assert len(NBS) == 2
-def test_text(): assert Path('README.md').exists()
+def test_c(): pass
+@pytest.mark.chapters
+def test_all(): pass
 @pytest.mark.chapters('02_y')
-def test_second(): assert NBS[1].exists()
-@pytest.mark.parametrize('path', NBS, ids=lambda p: p.stem)
-def test_chapter(path): assert path.read_text()
+def test_two(): pass
+@pytest.mark.parametrize('stem', ['01_x', '02_y'])
+def test_of(stem): pass
 '''}
-ALL = {'a', 'b', 'c', 'in_class', 'process', 'chapters', 'text', 'second', '01_x', '02_y'}
+READERS = {'all', 'two', 'of[01_x]', 'of[02_y]'}
+ALL = {'a', 'b', 'c', *READERS}
 
 
-def notebook(*lines): return json.dumps(dict(cells=[dict(cell_type='markdown', source=lines)]))
+def notebook(*lines): return json.dumps(dict(cells=[dict(cell_type='markdown', source=lines)]), indent=1)
 
 
 def ran(root):
@@ -49,7 +35,7 @@ def ran(root):
     command = [sys.executable, '-m', 'pytest', '-v', '-p', 'no:cacheprovider', '-p', 'tests.unchanged', 'tests']
     out = subprocess.run(command, cwd=root, capture_output=True, text=True,
                          env={**clean, 'MPCOURSE_REPORT': f'{root}.report', 'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}).stdout
-    return {name.strip('[]') for name in re.findall(r'::test_(?:chapter(?=\[))?(\S+) (?:PASSED|FAILED)', out)}
+    return set(re.findall(r'::test_(\S+) (?:PASSED|FAILED)', out))
 
 
 @pytest.fixture(scope='module')
@@ -76,13 +62,14 @@ def project(tested, tmp_path):
 
 @pytest.mark.parametrize('name, old, new, affected', [
     ('mpcourse/a.py', 'return 1', 'return 1  # a comment', set()),
-    ('mpcourse/a.py', 'return 1', 'return 1 + 0', {'a', 'b', 'process'}),
-    ('mpcourse/c.py', '3', '4', {'c', 'in_class', 'process'}),
-    ('tests/test_small.py', 'LIMIT = 9', 'LIMIT = 8', {'a'}),
-    ('nbs/01_x.ipynb', 'words', 'other words', {'chapters', '01_x'}),
-    ('nbs/01_x.ipynb', '# X', '# Z', {'chapters', 'second', '01_x', '02_y'}),
-    ('README.md', 'Two', 'Both', {'text'}),
-    ('settings.ini', '1', '2', ALL)])
+    ('mpcourse/a.py', 'return 1', 'return 1 + 0', ALL),
+    ('studies/rain.json', '1', '2', ALL),
+    ('tests/test_first.py', 'pass', 'assert True', {'a', 'b'}),
+    ('tests/test_third.py', 'pass', 'assert True', {'c', *READERS}),
+    ('nbs/01_x.ipynb', 'words', 'other words', {'all', 'of[01_x]'}),
+    ('_course/01_x.html', 'X', 'Y', {'all', 'of[01_x]'}),
+    ('nbs/01_x.ipynb', '# X', '# Z', READERS),
+    ('README.md', 'Two', 'Both', READERS)])
 def test_a_change_runs_what_it_can_have_changed(project, name, old, new, affected):
     text = (project/name).read_text()
     (project/name).write_text(text.replace(old, new, 1))
@@ -91,5 +78,14 @@ def test_a_change_runs_what_it_can_have_changed(project, name, old, new, affecte
 
 
 def test_what_failed_runs_again(project):
-    with open(project/'tests/test_small.py', 'a') as f: f.write('def test_new(): assert False\n')
+    (project/'tests/test_new.py').write_text('def test_new(): assert False\n')
     assert ran(project) == ran(project) == {'new'}
+
+
+def test_what_reads_a_chapter_without_a_mark_is_named(request):
+    (ROOT/'settings.ini').read_text()
+    assert not unmarked(request.node)
+    (ROOT/'nbs/01_formats.ipynb').read_text()
+    assert '01_formats' in unmarked(request.node)
+    request.node.add_marker(pytest.mark.chapters('01_formats'))
+    assert not unmarked(request.node)

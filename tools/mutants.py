@@ -275,7 +275,7 @@ def check_texts(mutants):
 def copy_tree(folder):
     "What tests need of the tree"
     without_caches = shutil.ignore_patterns('__pycache__')
-    for name in ('mpcourse', 'tests'):
+    for name in ('mpcourse', 'tests', 'tools'):
         shutil.copytree(ROOT/name, folder/name, ignore=without_caches)
     shutil.copy(ROOT/'pyproject.toml', folder)
 
