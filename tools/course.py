@@ -384,10 +384,14 @@ async def run_all(
 
 def page_hash(
     copy: Path,   # an executed notebook
-    *around,      # what else the page shows: its chapter, those that have pages
+    ch: Chapter,  # its chapter
+    made: list,   # the chapters that have a page
+    fresh: bool,  # was the copy made from the notebook as it is?
 ) -> str: # twelve hexadecimal digits
-    "A fingerprint of what a page is made from, and by which code"
-    return digest(read_text(copy), repr(around), *map(read_text, MAKERS))
+    "A fingerprint of what a page shows and of the code that makes it; of text alone, since fastcore changes a path's repr"
+    shown = [ch.stem, ch.title, ch.promise, ch.module, ch.minutes, str(fresh)]
+    for other in made: shown += [other.stem, other.title]
+    return digest(read_text(copy), *shown, *map(read_text, MAKERS))
 
 
 def write_page(
@@ -402,11 +406,11 @@ def write_page(
     steps = [None, *made, None]
     at = steps.index(ch)
     stems = {'index', *map(attrgetter('stem'), made)}
-    around = dict(prev=steps[at-1], next=steps[at+1], fresh=fresh)
     page = out/f'{ch.stem}.html'
-    stamp = f'<!-- {page_hash(out/ch.path.name, ch, made, around)} -->'
+    stamp = f'<!-- {page_hash(out/ch.path.name, ch, made, fresh)} -->'
     if not page.exists() or not read_text(page).endswith(stamp):
-        write_text(page, page_html(nb, ch, stems, **around) + stamp)
+        html = page_html(nb, ch, stems, prev=steps[at-1], next=steps[at+1], fresh=fresh)
+        write_text(page, html + stamp)
     return dict(ch=ch, part=ch.part, run=nb.metadata.mpcourse, fresh=fresh)
 
 
