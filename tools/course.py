@@ -388,7 +388,7 @@ def page_hash(
     made: list,   # the chapters that have a page
     fresh: bool,  # was the copy made from the notebook as it is?
 ) -> str: # twelve hexadecimal digits
-    "A fingerprint of what a page shows and of the code that makes it; of text alone, since fastcore changes a path's repr"
+    "A fingerprint of a page and of the code that makes it. No repr: fastcore changes a path's"
     shown = [ch.stem, ch.title, ch.promise, ch.module, ch.minutes, str(fresh)]
     for other in made: shown += [other.stem, other.title]
     return digest(read_text(copy), *shown, *map(read_text, MAKERS))
