@@ -1,5 +1,5 @@
-"""Claims should hold on every machine: run the chapters under other seeds, threads,
-instruction sets and interpreters.
+"""Claims should hold on every machine: run the chapters under other seeds, initial weights, threads,
+instruction sets and interpreters, and look at the margins.
 
     python tools/claims.py              run everything that changed since the stored table
     python tools/claims.py --chapters 10 16 --seeds 0-9 --only seeds
@@ -9,26 +9,31 @@ instruction sets and interpreters.
 One run is a chapter in a fresh kernel under one variation. A cell that fails does not stop the run,
 and all failed cells are named. A run is repeated when the chapter's code, a module that it imports
 or the machine has changed.
-The table is studies/claims.json. Its red cells may only become fewer. If a cell is red that the
-table does not list, the exit code is 1 and the table stays as it is (--accept
-stores the cell anyway).
+Of each comparison in an assert both values are kept. A claim is *thin* if, over the runs, its median
+is nearer to its bound than three spreads (1.48 times the median absolute deviation), or its worst
+run nearer than a fifth of a spread. What is the same in all runs has no spread, and is not counted.
+The table is studies/claims.json. If a cell is red that the table does not list, the exit code is 1
+and the table stays as it is (--accept stores the cell anyway). It is 1, too, where a claim is thin.
 """
-import argparse, asyncio, json, os, re, subprocess, sys, tempfile, time
+import argparse, asyncio, json, math, os, re, subprocess, sys, tempfile, time
 from dataclasses import dataclass
 from functools import cache
 from itertools import starmap
 from operator import itemgetter
 from pathlib import Path
+from statistics import fmean, median
 
 import nbformat
 from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from nbconvert.filters.ansi import strip_ansi
-from nbformat.v4 import new_code_cell, new_output
+from nbformat.v4 import new_output
 from traitlets import Unicode
 
+from tools.asserts import room
 from tools.course import THREADS, first_match, make_client, progress_bar, run_async, write_text
 from tools.notebooks import ROOT, NOT_RUN, code_cells, code_hash, digest, read_text
+from tools.warm import warm
 
 STORE = ROOT/'studies'/'claims.json'
 # oldest and newest; the table names those not run
@@ -39,7 +44,13 @@ INSTRUCTIONS = {   # name of a variation -> a variable of the environment
     'aten avx2': ('ATEN_CPU_CAPABILITY', 'avx2'),
     'onednn sse41': ('ONEDNN_MAX_CPU_ISA', 'SSE41'),
     'onednn avx2': ('ONEDNN_MAX_CPU_ISA', 'AVX2'),
-    'mkl compatible': ('MKL_CBWR', 'COMPATIBLE')}
+    'mkl compatible': ('MKL_CBWR', 'COMPATIBLE'),
+    'mkl avx2': ('MKL_ENABLE_INSTRUCTIONS', 'AVX2'),
+    'mkl avx512': ('MKL_ENABLE_INSTRUCTIONS', 'AVX512')}
+FEWEST_RUNS = 5     # that have a spread
+NEIGHBOURS = 3      # of seed 0: its initial weights times 1 + 2⁻²⁰ noise
+FEWEST_SPREADS = 3  # between the median and the bound
+LEAST_ROOM = .2     # of a spread, between the worst run and the bound
 
 SHOW_VERSIONS = '''
 import platform, torch
@@ -62,13 +73,17 @@ def variations(
     seeds=range(10), # values of MPCOURSE_SEED
     pythons=(),      # paths of other interpreters
 ) -> list: # of `Variation`
-    "Seeds, threads, instruction sets, interpreters"
+    "Seeds, neighbours of seed 0, threads, instruction sets, interpreters"
     found = []
     for n in seeds:
         found.append(Variation(f'seed {n}', 'seeds', (('MPCOURSE_SEED', str(n)),)))
+    for n in range(1, NEIGHBOURS + 1):
+        env = ('MPCOURSE_NEIGHBOUR', str(n)),
+        found.append(Variation(f'neighbour {n}', 'neighbours', env))
     two = ('OMP_NUM_THREADS', '2'), ('MKL_NUM_THREADS', '2')
     found.append(Variation('2 threads', 'threads', two))
     for name, variable in INSTRUCTIONS.items():
+        if name == 'mkl avx512' and not has_avx512(): continue
         found.append(Variation(name, 'instructions', (variable,)))
     for path in pythons: found.append(Variation(versions(path), 'pythons', (), str(path)))
     return found
@@ -81,6 +96,13 @@ def versions(
     "Python and torch of an interpreter"
     command = [python, '-c', SHOW_VERSIONS]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@cache
+def has_avx512():
+    "Whether this processor has these instructions; False where it cannot be asked"
+    info = Path('/proc/cpuinfo')
+    return info.exists() and ' avx512f ' in info.read_text()
 
 
 @cache
@@ -133,56 +155,6 @@ def key_of(
 
 # --- one run ---
 
-# Runs before a chapter: the threads are the variation's, the first losses are noted,
-# and a failed assert shows its values
-BEFORE = '''
-def _before():
-    import ast, linecache, os, torch
-    shell = get_ipython()
-    shell._first_losses = losses = []
-    torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
-    torch.set_num_threads = lambda n: None
-    backward = torch.Tensor.backward
-    grad = torch.autograd.grad
-
-    def note(loss):
-        if len(losses) == 5 or not isinstance(loss, torch.Tensor): return
-        if loss.dim() == 0 and loss != 0: losses.append(loss.data)   # zeros tell no seed
-    def noted_backward(self, *args, **kwargs):
-        note(self)
-        return backward(self, *args, **kwargs)
-    def noted_grad(outputs, *args, **kwargs):
-        note(outputs)
-        return grad(outputs, *args, **kwargs)
-    torch.Tensor.backward = noted_backward
-    torch.autograd.grad = noted_grad
-
-    def failed_asserts(frame, line):
-        tree = ast.parse(''.join(linecache.getlines(frame.f_code.co_filename)))
-        asserts = [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
-        return [node for node in asserts if node.lineno <= line <= node.end_lineno]
-    def with_value(node, frame):
-        text = ast.unparse(node)
-        try: return f'{text} = {eval(text, {**frame.f_globals, **frame.f_locals})!r}'[:160]
-        except Exception: return ''
-    def show_values(shell, kind, error, tb, tb_offset=None):
-        last = tb
-        while last.tb_next: last = last.tb_next
-        values = []
-        for failed in failed_asserts(last.tb_frame, last.tb_lineno):
-            for node in ast.walk(failed.test):
-                if not isinstance(node, ast.Compare): continue
-                for side in (node.left, *node.comparators):
-                    if isinstance(side, ast.Constant): continue
-                    values.append(with_value(side, last.tb_frame))
-        error.args = ('; '.join([*map(str, error.args), *filter(None, values)]),)
-        shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
-    shell.set_custom_exc((AssertionError,), show_values)
-_before(); del _before
-'''
-AFTER = "print('first losses', [float(t) for t in get_ipython()._first_losses])"
-
-
 class ThisPython(KernelSpecManager):
     "One kernel: IPython of a given interpreter"
     python = Unicode()
@@ -203,17 +175,17 @@ def environment(
         for name in dict(other.env): env.pop(name, None)
     env.update(dict.fromkeys(THREADS, '1'))
     env.update(variation.env)
-    return {**env, 'PYTHONPATH': str(ROOT), 'IPYTHONDIR': folder, 'TQDM_DISABLE': '1'}
+    return {**env, 'PYTHONPATH': str(ROOT), 'IPYTHONDIR': folder, 'TQDM_DISABLE': '1',
+            'MPCOURSE_RECORD': f'{folder}/record'}
 
 
 def prepared(
     path: Path, # of a notebook
 ) -> dict: # a notebook
-    "A copy with two cells of our own around it; what needs a GPU, or is to be read, is not run"
+    "A copy; what needs a GPU, or is to be read, is not run"
     nb = nbformat.read(path, as_version=4)
     for cell in nb.cells:
         cell.metadata['tags'] = ['skip-execution'] if NOT_RUN.search(cell.source) else []
-    nb.cells = [new_code_cell(BEFORE), *nb.cells, new_code_cell(AFTER)]
     return nb
 
 
@@ -230,32 +202,52 @@ def failures(
 ) -> list: # dicts: cell (its number from 1), id, line, error
     "All failed cells"
     found = []
-    for number, cell in enumerate(nb.cells[1:-1], 1):
+    for number, cell in enumerate(nb.cells, 1):
         for output in cell.get('outputs', []):
             if output.output_type == 'error': found.append(failure(number, cell, output))
     return found
 
 
-def first_losses(nb):
-    "What the last cell printed"
-    for output in nb.cells[-1].outputs:
-        printed = re.search(r'^first losses \[(.+)\]$', output.get('text', ''), re.M)
-        if printed: return [round(float(loss), 6) for loss in printed[1].split(',')]
-    return []
+def short(value):
+    "Five digits of a number; JSON has no infinities"
+    return float(f'{value:.5g}') if math.isfinite(value) else str(value)
 
 
-def client_of(nb, python, folder, limit):
-    "A client with a fresh kernel of an interpreter; our own two cells have all the time they need"
+def recorded(
+    nb,         # an executed notebook of `prepared`
+    file: Path, # that `tools.asserts` wrote, a line a cell
+): # first losses; cell's id -> text of a comparison -> left, sign, right
+    "What the asserts compared"
+    if not file.exists(): return [], {}
+    ids = {cell.source: cell.id for cell in nb.cells}
+    compared = {}
+    entries = list(map(json.loads, read_text(file).splitlines()))
+    for entry in entries:
+        if not entry['compared'] or entry['source'] not in ids: continue
+        sizes = {}
+        for text, (left, sign, right) in entry['compared'].items():
+            sizes[text] = [short(left), sign, short(right)]
+        compared[ids[entry['source']]] = sizes
+    first = entries[-1]['first'] if entries else []
+    return [round(loss, 6) for loss in first], compared
+
+
+def client_of(nb, python, folder, limit, prepare):
+    "A client with a fresh kernel of an interpreter"
     # files as sockets: of two kernels that start at one moment, one may find its port taken
     kernel = AsyncKernelManager(kernel_spec_manager=ThisPython(python=python), transport='ipc',
                                 connection_file=f'{folder}/kernel.json')
     late = dict(ename='Timeout', evalue=f'more than {limit} s', traceback=[])
-    def seconds_for(cell): return LIMIT if cell.source in (BEFORE, AFTER) else limit
     def show_late(cell, cell_index, execute_reply):
         if execute_reply['content']['ename'] != 'Timeout': return
         cell.outputs = [new_output('error', **late)]
-    return make_client(nb, kernel, folder, timeout_func=seconds_for, error_on_timeout=late,
+    return make_client(nb, prepare(kernel), folder, timeout=limit, error_on_timeout=late,
                        on_cell_error=show_late)
+
+
+def as_it_is(kernel):
+    "A kernel that starts by itself"
+    return kernel
 
 
 async def run(
@@ -263,29 +255,40 @@ async def run(
     variation: Variation,
     key: str='',      # from `key_of`
     limit: int=LIMIT, # seconds for one cell
+    prepare=as_it_is, # of `warm`
 ) -> dict: # a row of the table
     "Run a chapter under a variation, in a folder of its own that is gone afterwards"
     start = time.perf_counter()
     nb = prepared(path)
     died = []
     with tempfile.TemporaryDirectory() as folder:
-        client = client_of(nb, variation.python, folder, limit)
+        client = client_of(nb, variation.python, folder, limit, prepare)
         # without cleanup_kc its kernel would stay
         try: await client.async_execute(env=environment(variation, folder), cleanup_kc=True)
         except Exception as e:
             died.append(dict(cell=0, id='', line='', error=f'{type(e).__name__}: {e}'[:400]))
+        first, compared = recorded(nb, Path(folder)/'record')
     seconds = round(time.perf_counter() - start)
     return dict(chapter=path.stem, variation=variation.name, key=key,
                 on=f'{machine()}, {versions(variation.python)}', seconds=seconds,
-                first=first_losses(nb), failed=failures(nb) + died)
+                first=first, failed=failures(nb) + died, compared=compared)
+
+
+def can_fork(variation):
+    "Whether a run may begin after the imports: libraries read their instructions when they load"
+    return variation.group in ('seeds', 'neighbours')
 
 
 async def run_all(todo, workers, done):
     "Run (path, variation, key) triples, some at a time; `done` gets each row"
     gate = asyncio.Semaphore(workers)
-    async def run_one(path, variation, key):
-        async with gate: done(await run(path, variation, key))
-    await asyncio.gather(*starmap(run_one, todo))
+    forked = [variation for _, variation, _ in todo if can_fork(variation)]
+    one_thread = environment(variations(range(1))[0], '')
+    with warm(len(forked), one_thread) as prepare:
+        async def run_one(path, variation, key):
+            how = prepare if can_fork(variation) else as_it_is
+            async with gate: done(await run(path, variation, key, prepare=how))
+        await asyncio.gather(*starmap(run_one, todo))
 
 
 # --- the table ---
@@ -352,7 +355,8 @@ def table(
         lines.append(table_line(chapter, [marks.get((chapter, name), '') for name in names]))
     lines.append('')
     for number, name in enumerate(names): lines.append(f'{number:3} {name}')
-    lines += failed_lines(rows)
+    lines += failed_lines(rows) + thin_lines(rows)
+    lines.append(f'{len(margins(rows))} claims with a margin, {len(thin_lines(rows))} of them thin')
     for wanted in missing(rows): lines.append(f'not run: {wanted} (not installed here)')
     return '\n'.join(lines)
 
@@ -370,6 +374,74 @@ def failed_lines(rows):
     return lines
 
 
+# --- margins ---
+
+def spread(values):
+    "Of some numbers: robust, and not zero where they differ"
+    middle = median(values)
+    distances = [abs(value - middle) for value in values]
+    return 1.48*median(distances) or 1.25*fmean(distances)
+
+
+def in_spreads(rooms):
+    "The median's distance from the bound, and the worst run's"
+    unit = spread(rooms)
+    return median(rooms)/unit, min(rooms)/unit
+
+
+def is_thin(middle, worst):
+    "Whether another processor could break it"
+    return middle < FEWEST_SPREADS or worst < LEAST_ROOM
+
+
+def margin(pairs):
+    """Median and worst distance from the bound in spreads, of [left, sign, right] of several runs
+
+    Of positive sizes the logarithms count, if these have the wider margin: losses and scales
+    differ by factors. None where all runs are the same, or fewer than five are there.
+    """
+    pairs = [[float(left), sign, float(right)] for left, sign, right in pairs]
+    pairs = [pair for pair in pairs if math.isfinite(room(*pair))]
+    rooms = [room(*pair) for pair in pairs]
+    if len(rooms) < FEWEST_RUNS or spread(rooms) == 0: return None
+    found = [in_spreads(rooms)]
+    if all(min(left, right) > 0 for left, _, right in pairs):
+        logs = [room(math.log2(left), sign, math.log2(right)) for left, sign, right in pairs]
+        if spread(logs): found.append(in_spreads(logs))
+    return max(found, key=lambda one: (not is_thin(*one), one))
+
+
+def compared_by_claim(rows):
+    "(chapter, cell's id, text of the comparison) -> variation -> left, sign, right"
+    found = {}
+    for row in rows:
+        for cell, sizes in row.get('compared', {}).items():
+            for text, pair in sizes.items():
+                found.setdefault((row['chapter'], cell, text), {})[row['variation']] = pair
+    return found
+
+
+def margins(rows) -> list: # (median, worst, claim, pairs by variation), the thinnest first
+    "How far each claim is from its bound"
+    found = []
+    for claim, pairs in compared_by_claim(rows).items():
+        measured = margin(pairs.values())
+        if measured: found.append((*measured, claim, pairs))
+    return sorted(found, key=lambda one: min(one[0]/FEWEST_SPREADS, one[1]/LEAST_ROOM))
+
+
+def thin_lines(rows):
+    "Each thin claim, with the run that is nearest to its bound"
+    lines = []
+    for middle, worst, (chapter, cell, text), pairs in margins(rows):
+        if not is_thin(middle, worst): continue
+        nearest = min(pairs, key=lambda name: room(*pairs[name]))
+        left, sign, right = pairs[nearest]
+        lines.append(f'thin: {chapter}, cell {cell}: {text}\n    median {middle:.1f} spreads from its '
+                     f'bound, worst {worst:.1f} ({nearest}: {left:g} {sign} {right:g})')
+    return lines
+
+
 # --- the command ---
 
 def parser():
@@ -379,7 +451,7 @@ def parser():
     p.add_argument('--chapters', nargs='*', default=[], help='numbers or names; by default all')
     p.add_argument('--seeds', default='0-9', help='such as 3 or 0-9 (%(default)s)')
     p.add_argument('--only', nargs='*', default=[],
-                   choices=['seeds', 'threads', 'instructions', 'pythons'],
+                   choices=['seeds', 'neighbours', 'threads', 'instructions', 'pythons'],
                    help='run these variations alone')
     p.add_argument('--python', action='append', default=[],
                    help='another interpreter that has torch and what the course needs')
@@ -451,7 +523,7 @@ def main(argv=None) -> int: # 1 if a cell is red that the stored table does not 
         stems = {path.stem for path in chapters(args.nbs)}
         present = [row for row in rows.values() if row['chapter'] in stems]
         store_rows(args.store, present, ' '.join(['tools/claims.py', *(argv or sys.argv[1:])]))
-    return 0
+    return int(bool(thin_lines(asked)))
 
 
 if __name__ == '__main__': sys.exit(main())
