@@ -488,6 +488,12 @@ def _is_half(
     return kinds in ({(torch.float16, 'cpu')}, {(torch.bfloat16, 'cpu')})
 
 # %% ../nbs/23_tensorcore.ipynb #1e1d4b3f
+def _map_tensors(
+    function, values, # where no tensor is in a list; a third of the time of `tree_map_only`
+)->list:
+    "The values, each tensor replaced by the function's result"
+    return [function(v) if isinstance(v, Tensor) else v for v in values]
+
 def _in_fp32(
     func, args, kwargs, # a call of one of `PRODUCTS`, all in half
 ):  # what the op returns
@@ -505,7 +511,10 @@ def _in_fp32(
         if id(r) in copies: return copies[id(r)][1].resize_(r.shape).copy_(r)   # an empty `out=`
         return r.to(half) if r.dtype is torch.float32 else r
 
-    args, kwargs = tree_map_only(Tensor, wide, (args, kwargs))
+    if func in RECURRENT: args, kwargs = tree_map_only(Tensor, wide, (args, kwargs))
+    else:
+        args = _map_tensors(wide, args)
+        kwargs = dict(zip(kwargs, _map_tensors(wide, kwargs.values())))
     res = func(*args, **kwargs)
     statistic = func in ATTENTION and len(res) == 2         # the second result, always FP32
     if statistic: return narrow(res[0]), res[1]
