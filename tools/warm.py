@@ -8,7 +8,7 @@ import importlib, json, os, signal, subprocess, sys, time
 from contextlib import contextmanager, suppress
 
 MODULES = ('IPython.display', 'ipykernel.kernelapp', 'ipykernel.ipkernel', 'ipykernel.zmqshell',
-           'torch', 'torch.amp', 'torch.distributed', 'torch.utils._python_dispatch',
+           'torch', 'torch._dynamo', 'torch.amp', 'torch.distributed', 'torch.utils._python_dispatch',
            'matplotlib.pyplot', 'pandas', 'sklearn.datasets', 'ipywidgets', 'fastai.basics',
            'fastai.callback.all', 'tqdm.auto')
 INLINE = 'module://matplotlib_inline.backend_inline'    # as a kernel tells matplotlib, before its import
