@@ -23,7 +23,7 @@ def run(path, n): return claims.run_async(claims.run(path, *seeds(n)))
 def command(tmp_path, monkeypatch):
     "`main` with runs that are only counted; a cell of a notebook that contains `red` fails, on seed 3 alone"
     ran = []
-    async def fake(path, v, key=''):
+    async def fake(path, v, key='', prepare=None):
         if 'stop' in ran: raise KeyboardInterrupt
         ran.append((path.stem, v.name))
         bad = [c for c in code_cells(path) if 'red' in c[2] and v.name == 'seed 3']
@@ -31,10 +31,10 @@ def command(tmp_path, monkeypatch):
         return dict(chapter=path.stem, variation=v.name, key=key, on='Python 3.11', seconds=1, first=[1.], failed=failed)
     monkeypatch.setattr(claims, 'run', fake)
     store = tmp_path/'claims.json'
-    def call(nbs, *more, stop_after=None):
+    def call(nbs, *more, stop_after=None, run=fake):
         ran.clear()
         if stop_after is not None: monkeypatch.setattr(claims, 'run', stopping(fake, stop_after))
-        else: monkeypatch.setattr(claims, 'run', fake)
+        else: monkeypatch.setattr(claims, 'run', run)
         code = claims.main(['--nbs', str(nbs), '--store', str(store), '--only', 'seeds', '--seeds', '2-4', '--workers', '1', *more])
         return code, list(ran)
     call.store = store
@@ -59,9 +59,10 @@ def test_a_claim_that_holds_on_seed_0_only_is_found(small_course):
     assert run(nbs/'01_a.ipynb', 0)['failed'] == []
     row = run(nbs/'01_a.ipynb', 3)
     first, last = row['failed']
-    assert (first['cell'], first['line'], first['error']) == (4, 'assert seed(0) == 0', 'AssertionError: seed(0) = 3000')
-    assert (last['cell'], last['line'], last['error']) == (6, 'assert seed(2) < 5', 'AssertionError: seed(2) = 3002')
+    assert (first['cell'], first['line'], first['error']) == (4, 'assert seed(0) == 0', 'AssertionError: found seed(0) = 3000, asked == 0')
+    assert (last['cell'], last['line'], last['error']) == (6, 'assert seed(2) < 5', 'AssertionError: found seed(2) = 3002, asked < 5')
     assert row['first'] == [2.*3001] and row['variation'] == 'seed 3'
+    assert [*row['compared'].values()] == [{'seed(2) < 5': [3002., '<', 5.]}]
 
 
 def test_a_run_leaves_nothing_behind_and_skips_what_it_cannot_run(small_course):
@@ -86,7 +87,50 @@ def test_nothing_varied_is_inherited(monkeypatch):
         assert {n: env[n] for n, _ in v.env} == dict(v.env)
         assert env['OMP_NUM_THREADS'] == ('2' if v.name == '2 threads' else '1')
         assert env.get('MKL_CBWR') == ('COMPATIBLE' if v.name == 'mkl compatible' else None)
-    assert len({v.name for v in claims.variations()}) == 16
+    names = {v.name for v in claims.variations()}
+    assert {'seed 9', 'neighbour 3', '2 threads', 'mkl avx2'} <= names and ('mkl avx512' in names) == claims.has_avx512()
+
+
+def test_neighbours_start_beside_seed_0_and_equal_weights_stay_equal(small_course):
+    nbs = small_course(_01_a=['# A', 'import torch\ndef net(): torch.manual_seed(1); return torch.nn.Linear(40, 40)\na, b = net(), net()',
+                              'assert torch.equal(a.weight, b.weight)\nassert a.weight[0, 0].item()*2**40 % 9999 < 9999'])
+    found = []
+    for n in range(3):
+        v = claims.Variation(f'neighbour {n}', 'neighbours', (('MPCOURSE_NEIGHBOUR', str(n)),))
+        row = claims.run_async(claims.run(nbs/'01_a.ipynb', v))
+        assert not row['failed']
+        found.append([*row['compared'].values()])
+    assert found[0] != found[1] != found[2] != found[0]
+
+
+# --- margins ---
+
+@pytest.mark.parametrize('lefts, thin', [
+    ([1.8, 1.7, 1.6, 1.7, 1.8, 1.6, 1.7, 1.65, 1.75, 1.7], False),       # four spreads
+    ([1.97, 1.8, 1.7, 1.9, 1.95, 1.6, 1.98, 1.75, 1.85, 1.9], True),    # two spreads
+    ([1.999, *[1.7]*5, *[1.71]*5], True),                                # the worst is at the bound
+    ([1.5]*9 + [1.99], True)])                                          # one that differs
+def test_what_is_thin(lefts, thin):
+    middle, worst = claims.margin([[x, '<', 2.] for x in lefts])
+    assert claims.is_thin(middle, worst) == thin
+    assert claims.is_thin(*claims.margin([[2., '>', x] for x in lefts])) == thin
+
+
+def test_what_has_no_margin():
+    assert claims.margin([[1., '<', 2.]]*10) is None, 'the same in all runs'
+    assert claims.margin([[1., '<', 2.], [1.1, '<', 2.]]) is None, 'two runs have no spread'
+    factors = [[2.**k, '>', 2.] for k in range(20, 30)]                 # sizes that differ by factors
+    assert not claims.is_thin(*claims.margin(factors))
+
+
+def test_a_thin_claim_ends_the_command_with_1(small_course, command, monkeypatch, capsys):
+    nbs = small_course(_01_a=['# A', '1'])
+    async def fake(path, v, key='', prepare=None):
+        pair = [2 + int(v.name[-1])/8, '<', 3.]
+        return dict(chapter=path.stem, variation=v.name, key=key, on='', seconds=1, first=[], failed=[], compared={'c1': {'loss < 3': pair}})
+    assert command(nbs, '--seeds', '0-5', run=fake)[0] == 1
+    said = capsys.readouterr().out
+    assert 'thin: 01_a, cell c1: loss < 3\n' in said and '(seed 5: 2.625 < 3)' in said and '1 claims with a margin, 1 of them thin' in said
 
 
 # --- what runs again ---
@@ -174,6 +218,12 @@ def test_ten_seeds_give_ten_different_first_losses():
         if r['variation'].startswith('seed') and r['first']: by_chapter.setdefault(r['chapter'], []).append(tuple(r['first']))
     assert len(by_chapter) > 10 and max(map(len, by_chapter.values())) > 1
     for chapter, found in by_chapter.items(): assert len(set(found)) == len(found), f'{chapter}: the same losses under two seeds'
+
+
+def test_no_stored_claim_is_thin_and_none_is_red():
+    rows = json.loads(claims.STORE.read_text(encoding='utf-8'))['rows']
+    assert not claims.red(rows) and not claims.thin_lines(rows), claims.table(rows)
+    assert len(claims.margins(rows)) > 300
 
 
 @pytest.mark.parametrize('stem, n', [('31_near_ties', 11), ('20_layerwise', 12)])

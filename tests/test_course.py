@@ -70,25 +70,25 @@ def soup(ran, stem): return BeautifulSoup((ran[1]/f'{stem}.html').read_text(), '
 def test_every_failed_cell_is_named_with_its_line_and_the_exit_code_is_not_0(ran):
     said = ran[0].stdout
     assert ran[0].returncode == 1, ran[0].stderr
-    assert '3 of 4 chapters ran' in said
-    assert 'FAILED 02_bad.ipynb, cell 3, line 6: ZeroDivisionError: division by zero\n    z = x/y["<b>"]\n' in said
-    assert "FAILED 02_bad.ipynb, cell 5, line 3: AttributeError: 'int' object has no attribute 'missing'\n    return x.missing\n" in said
-    assert "FAILED 02_bad.ipynb, cell 6, line 1: NameError: name 'z' is not defined\n    z\n" in said and said.count('FAILED') == 3
+    assert '3 of 4 chapters ran' in said and 'the other 3 chapters are fine' in said
+    assert 'FAILED 02_bad.ipynb, cell [2], line 6: ZeroDivisionError: division by zero\n    z = x/y["<b>"]\n' in said
+    assert "FAILED 02_bad.ipynb, cell [3], line 3: AttributeError: 'int' object has no attribute 'missing'\n    return x.missing\n" in said
+    assert "FAILED 02_bad.ipynb, cell [4], line 1: NameError: name 'z' is not defined\n    z\n" in said and said.count('FAILED') == 3
 
 
 def test_the_failed_cell_is_red_its_line_is_marked_and_the_rest_of_the_page_is_there(ran):
     page = soup(ran, '02_bad')
-    assert [d['id'] for d in page.select('.code.broken')] == ['failed-3', 'failed-5', 'failed-6']
+    assert [d['id'] for d in page.select('.code.broken')] == ['failed-2', 'failed-3', 'failed-4']
     assert [s.text.strip() for s in page.select('.hll')] == ['z = x/y["<b>"]', 'return x.missing', 'z']
     assert 'ZeroDivisionError' in page.select_one('.output_error').text
     assert len(page.select('figcaption')) == 1 and page.select_one('figure img')['alt'] == 'a line' and 'A later figure' in page.figcaption.text and page.find(id='after-all')
-    assert {a['href'] for a in page.select('.failed a')} == {'#failed-3', '#failed-5', '#failed-6'}
+    assert {a['href'] for a in page.select('.failed a')} == {'#failed-2', '#failed-3', '#failed-4'}
 
 
 def test_the_index_names_every_failed_cell(ran):
     box = soup(ran, 'index').select_one('.failed')
-    assert [a['href'] for a in box.select('a')] == ['02_bad.html#failed-3', '02_bad.html#failed-5', '02_bad.html#failed-6']
-    assert 'cell 3, line 6' in box.text and [p.text for p in box.select('pre')] == ['z = x/y["<b>"]', 'return x.missing', 'z']
+    assert [a['href'] for a in box.select('a')] == ['02_bad.html#failed-2', '02_bad.html#failed-3', '02_bad.html#failed-4']
+    assert 'cell [2], line 6' in box.text and 'The other 2 chapters are fine.' in box.text and [p.text for p in box.select('pre')] == ['z = x/y["<b>"]', 'return x.missing', 'z']
     assert not soup(ran, '01_good').select('.failed, .broken, .hll')
 
 
@@ -97,9 +97,21 @@ def test_slow_cells_and_dead_kernels_are_failures(small_course, tmp_path):
             'try: time.sleep(600)\nexcept KeyboardInterrupt: print("swallowed")']
     nbs = small_course(_01_slow=slow, _02_dies=['# D\n\n> d.', 'import os\nos._exit(1)', 'never()'])
     r = run(nbs, tmp_path/'out', '--timeout', '6')
-    assert r.returncode == 1 and 'FAILED 01_slow.ipynb, cell 3, line 2: TimeoutError: stopped after 6 s\n    time.sleep(600)\n' in r.stdout
-    assert 'cell 5: TimeoutError' in r.stdout and '02_dies.ipynb, cell 2: DeadKernelError: Kernel died' in r.stdout and r.stdout.count('FAILED') == 3
+    assert r.returncode == 1 and 'FAILED 01_slow.ipynb, cell [2], line 2: TimeoutError: stopped after 6 s\n    time.sleep(600)\n' in r.stdout
+    assert 'cell [4]: TimeoutError' in r.stdout and '02_dies.ipynb, cell 2: DeadKernelError: Kernel died' in r.stdout and r.stdout.count('FAILED') == 3
     assert 'goes on' in (tmp_path/'out/01_slow.html').read_text() and 'not reached' in (tmp_path/'out/02_dies.html').read_text()
+
+
+def test_a_claim_that_does_not_hold_says_what_it_found_and_is_no_error_of_the_course(small_course, tmp_path):
+    cells = ['# C\n\n> c.', 'losses = [2.4, 2.25]\ndef last(n): return sum(losses[-n:])/n', 'assert all(x > 2 for x in losses) and last(2) < 2.28',
+             'class Bound:\n    def check(self): assert sum(losses) == 5, "the sum"\nBound().check()']
+    nbs = small_course(**{f'_0{i}_{i}': cells if i == 1 else cells[:2] for i in (1, 2, 3)})
+    r = run(nbs, tmp_path/'out')
+    assert r.returncode == 0, r.stderr
+    assert 'MISSED 01_1.ipynb, cell [2], line 1: AssertionError: found last(2) = 2.325, asked < 2.28\n' in r.stdout
+    assert 'cell [3], line 2: AssertionError: the sum; found sum(losses) = 4.65, asked == 5' in r.stdout
+    assert '2 claims did not hold' in r.stdout.splitlines()[-1] and 'the other 2 chapters are fine' in r.stdout
+    assert 'found last(2) = 2.325' in (tmp_path/'out/index.html').read_text()
 
 
 # --- what reaches a kernel, and what is left ---
