@@ -1,7 +1,8 @@
 "Many processes: groups, hooks, uneven data, a rank that dies, what all ranks measured"
-import os, signal, subprocess, sys, time
+import ast, os, signal, subprocess, sys, time
 
 import pytest, torch, torch.distributed as dist, torch.nn.functional as F
+from conftest import ROOT
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -16,6 +17,7 @@ from mpcourse.gradscaler import GradScaler
 from mpcourse.monitor import TensorCollector
 from mpcourse.policies import get_policy
 from mpcourse.step import MixedStep
+from tools.notebooks import code_cells
 
 try: import cloudpickle
 except ImportError: from joblib.externals import cloudpickle    # before joblib 1.6
@@ -345,6 +347,17 @@ def dies():
 def test_run_ranks_ends_when_a_process_does():
     with pytest.raises(Exception, match='terminated'): run_ranks(dies)
     assert run_ranks(in_groups, 4, 1)[0][1] == 2.**16, 'and works again'
+
+
+@pytest.mark.chapters('22_distributed')
+def test_torchrun_runs_the_chapters_script(tmp_path):
+    script, = [s for _, _, s in code_cells(ROOT/'nbs'/'22_distributed.ipynb') if s.startswith('script = ')]
+    file = tmp_path/'train.py'
+    file.write_text(ast.literal_eval(script.removeprefix('script = ')))
+    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2', str(file)]
+    done = subprocess.run(launch, capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count('skipped') == 1 and 'Step 40' in done.stdout and done.stdout.strip().endswith('scale 4096')
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason='fastai distributes over GPUs alone')
