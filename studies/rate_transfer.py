@@ -5,7 +5,8 @@ cosine. Biases stay at zero and the weights of norms at one, except in the two r
 them. A row is a rule for the rates and a width; its numbers are the losses on new text for a range
 of rates. Controls have two widths, and so has an RNN. "As published" is u-μP's own rule:
 embeddings get rate/√width, and the readout, which divides by its width instead of the root, gets
-the rate itself.
+the rate itself. "Embeddings too": these get rate/width. "Larger weights": all initial matrices but
+the embeddings are √3 times as large, as those of a unit-scaled net are in effect.
 """
 from typing import NamedTuple
 
@@ -47,6 +48,8 @@ RULES = {
     'unit-scaled, as published': control(True, range(-3, 3), .5, 0.),
     'unit-scaled, rate/√fan_in, biases and norms at the rate': control(True, range(-3, 3), .5, 1., 1.),
     'unit-scaled, rate/√fan_in, biases and norms at rate/32': control(True, range(-3, 3), .5, 1., 1/32),
+    'regular, rate/fan_in, embeddings too': control(False, range(-2, 1), 1.),
+    'regular, one rate, embeddings × 8, larger weights': Rule(False, range(-8, -7), 0., 8., widths=(128,)),
     'RNN, regular, one rate': rnn(False, range(-10, -3), 0.),
     'RNN, regular, rate/fan_in': rnn(False, range(-4, 2), 1.),
     'RNN, regular, rate × 32/width': rnn(False, range(-8, -2), 1., 1., 0., 32),
@@ -58,7 +61,9 @@ ROWS = [f'{name}: {d}' for name, rule in RULES.items() for d in rule.widths]
 def factor(name, d, m, p):
     "What the rate is multiplied by for parameter p of module m"
     rule, published = RULES[name], 'published' in name
-    if isinstance(m, nn.Embedding): return d**-.5 if published else rule.embedding
+    if isinstance(m, nn.Embedding):
+        if name.endswith('embeddings too'): return 1/d
+        return d**-.5 if published else rule.embedding
     if p.dim() < 2: return rule.vector
     if published and len(p) == 96: return 1.                # the readout
     # relative to the base, all matrices shrink alike
@@ -74,6 +79,7 @@ def net(name, d, seed):
     for n, p in model.named_parameters():
         if n.endswith('bias'): nn.init.zeros_(p)
         p.requires_grad_(p.dim() > 1 or RULES[name].vector > 0)
+        if name.endswith('larger weights') and p.dim() > 1 and n[:3] not in ('tok', 'pos'): p.data *= 3**.5
     return model
 
 
