@@ -1,15 +1,17 @@
 """Does FP16 keep a second head, whose loss has a small weight, from learning? (README, chapters
-03, 04, 08 and 10)
+03, 04, 08, 10 and 13)
 
 A row is a way to train the net that reads a digit and draws it, with Adam, 150 steps of 256
 digits. The drawing's loss has a weight of .01; in the row *weight 1* it has a weight of 1. The row
-*dynamic, no headroom* begins with the scale of *measured, no headroom* and follows torch's rule.
+*dynamic, no headroom* begins with the scale of *measured, no headroom* and follows torch's rule;
+*metaseq* follows metaseq's, from its published start of 4 or from 2^16.
 """
 from functools import partial
 
 import torch
 
 from mpcourse.dynamic import DynamicScaler
+from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fp32_accumulate
@@ -20,7 +22,11 @@ STEPS = {'FP32': lambda: plain_step, 'FP16, scale 1': lambda: MixedStep(StaticSc
          'FP16, scale 1, weight 1': lambda: MixedStep(StaticScaler(1.))}
 DYNAMIC = 'FP16, dynamic, no headroom'
 TARGETS = {'FP16, measured': 2.**10, 'FP16, measured, no headroom': 2.**15, DYNAMIC: 2.**15}
-ROWS = [*STEPS, *TARGETS]
+LATER = {'FP16, scale 2^16': lambda: MixedStep(StaticScaler(2.**16)),
+         'FP16, metaseq': lambda: MixedStep(get_policy('metaseq')),
+         'FP16, metaseq from 2^16': lambda: MixedStep(get_policy('metaseq', init_scale=2.**16))}
+ROWS = [*STEPS, *TARGETS, *LATER]
+STEPS |= LATER
 SEEDS = range(10)
 
 
