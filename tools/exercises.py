@@ -5,17 +5,25 @@
 and sums up what the class knows. `--only 01.2 02.2` marks what was asked, `--notebook my_85.ipynb`
 marks by your own copy of a chapter.
 
+An answer counts as not tried if its functions are the course's own, whatever its comments and
+layout, where these have 60 or more nodes as a syntax tree (five lines, say): shorter ones are
+often the same by themselves.
+
 A student's code runs in a separate process with a time limit. It can do whatever you can do, so
-mark in a container.
+mark in a container. It can neither look into the frames of what calls it, where the right results
+stand, nor open a notebook. That stops the usual tricks, not an answer that is made to deceive: one
+that starts other programs, changes torch or the checker, reads closures, or returns objects that
+equal everything.
 """
-import argparse, ast, csv, importlib, json, os, re, secrets, select, signal, subprocess, sys
-import tokenize
+import argparse, ast, csv, importlib, inspect, json, os, re, secrets, select, signal, sys, tokenize
+import traceback
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout, suppress
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +38,11 @@ HIDDEN = re.compile(r'(^|/)(\.|__)')        # what a computer puts into a folder
 NUMBER = re.compile(r'-?(0x[0-9a-f]+|[\d.]*\d(e[-+]?\d+)?)(\*\*?-?\d+)*')
 NO_CODE = 'No notebook and no Python file: it was not read.'
 STATES = 'not tried', 'wrong', 'right'      # from the worst to the best
+SHORT = 60 # nodes of a syntax tree: with fewer an answer may be the course's by itself
+PEEPED = 'An answer may look neither at what calls it nor into a notebook'
+FRAMES = ('sys._getframe', 'sys._current_frames', 'sys._current_exceptions', 'gc.get_objects',
+          'gc.get_referrers', 'sys.settrace', 'sys.setprofile', 'sys.monitoring.register_callback')
+HELPERS = inspect.__file__, traceback.__file__   # hand frames on
 
 
 @dataclass(frozen=True)
@@ -278,6 +291,32 @@ def definitions(code, loops=False):
     return compile(ast.Module(kept, []), 'answer', 'exec')
 
 
+class WithoutDocstrings(ast.NodeTransformer):
+    "Leaves out constants that stand alone"
+    def visit_Expr(self, node):
+        if not isinstance(node.value, ast.Constant): return node
+
+
+def functions(cells):
+    "The functions and classes of cells, the last of each name, as syntax trees without docstrings"
+    found = {}
+    for code in cells:
+        with suppress(SyntaxError):
+            for node in statements(WithoutDocstrings().visit(parsed(code))):
+                if isinstance(node, FUNCTIONS): found[node.name] = node
+    return found
+
+
+def is_copy(ex, cells):
+    "Whether cells define what an exercise asks for as the course does; not if that is short"
+    known = functions(cells)
+    size = 0
+    for name, tree in functions([ex.solution]).items():
+        if name not in known or ast.dump(known[name]) != ast.dump(tree): return False
+        size += len(list(ast.walk(tree)))
+        if name == ex.name: return size >= SHORT
+
+
 def defining(name, cells):
     "Those cells that define a name, each as often as it does"
     found = []
@@ -341,17 +380,21 @@ def wrong(says, **more):
     return dict(state='wrong', says=says, **more)
 
 
-def judge(
-    notebook: Path, # of the chapter
-    name: str,      # of what was to be written
-    check: str,     # of its checker
-    code: str,      # a cell that defines it
-    others=(),      # the student's cells, of which it may use what they define
-) -> dict: # state: 'right' or 'wrong', says: why
-    "The checker of the course, not the student's copy of it, on one answer"
+def prepare(notebook, others):
+    "Where the answers to a chapter run, with the student's cells, and the chapter's checkers"
     cells = code_cells(notebook)
-    space = Workspace(others, cells, {**module_names(cells), '__name__': '__main__'})
-    checker = checkers(notebook)[check]
+    names = {**module_names(cells), '__name__': '__main__'}
+    importlib.import_module('torch._dynamo')    # as optimizers do, in a second: not in each child
+    return Workspace(others, cells, names), checkers(notebook)
+
+
+def judge(
+    space: Workspace, # where the answer runs
+    checker,          # the course's, not the student's copy of it
+    name: str,        # of what was to be written
+    code: str,        # a cell that defines it
+) -> dict: # state: 'right' or 'wrong', says: why
+    "The verdict on one answer"
     try: space.ask(checker, name, code)
     except SyntaxError as e: says = f'SyntaxError: {e.msg}: {(e.text or "").strip()}'
     except AssertionError as e: says = str(e)
@@ -360,28 +403,49 @@ def judge(
     return wrong(says[:300])
 
 
-def judge_into(pipe, word, job, seconds):
-    "In the child: write the verdict on an answer into a pipe; what the answer prints goes nowhere"
-    import resource   # Windows has none, and marks nothing
+def refuse_peeping():
+    """From now on no answer gets at frames, of which one may hold the right result
+
+    What is compiled from no file is an answer's; libraries may go on asking for frames.
+    """
+    asking = False
+    def hook(event, args):
+        nonlocal asking
+        if asking: return
+        if event == 'open' and str(args[0]).endswith('.ipynb'): raise PermissionError(PEEPED)
+        by_attribute = event == 'object.__getattr__' and args[1].endswith('_frame')
+        if not by_attribute and event not in FRAMES: return
+        asking = True
+        frame = sys._getframe(1)
+        asking = False
+        while frame.f_code.co_filename in HELPERS: frame = frame.f_back
+        if not os.path.exists(frame.f_code.co_filename): raise PermissionError(PEEPED)
+    sys.addaudithook(hook)
+
+
+def work_into(pipe, word, work, seconds):
+    "In the child: write what work returns into a pipe; what it prints goes nowhere"
+    import resource, torch   # Windows has no resource, and marks nothing
     os.setpgid(0, 0)
+    torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3): os.dup2(null, standard)
-    try: os.write(pipe, (word + json.dumps(judge(**job))).encode())
+    try: os.write(pipe, (word + json.dumps(work())).encode())
     finally: os._exit(0)
 
 
-def in_child(job, seconds):
-    """`judge` in a child of this process
+def in_child(work, seconds):
+    """What work returns, a dict, from a child of this process; the verdict if that fails
 
     The limit is the child's own time on a processor, so a mark does not depend on what else runs;
-    what sleeps has three times as long. The verdict follows a secret word, which keeps out
+    what sleeps has three times as long. The result follows a secret word, which keeps out
     accidents, not who reads this.
     """
     word = secrets.token_hex(16)
     reader, writer = os.pipe()
     child = os.fork()
-    if not child: judge_into(writer, word, job, seconds)
+    if not child: work_into(writer, word, work, seconds)
     os.close(writer)
     written = None
     if select.select([reader], [], [], 3*seconds)[0]:
@@ -398,25 +462,23 @@ def in_child(job, seconds):
     return json.loads(written.removeprefix(word))
 
 
-def judge_all(notebook, others, jobs, seconds):
+def judge_all(space, known, jobs, seconds):
     "Verdicts on a submission's answers, each from a child of this process"
-    checkers(notebook)   # imports the chapter once for all children
+    refuse_peeping()
     verdicts = {}
-    for id, job in jobs.items():
-        verdicts[id] = in_child(dict(job, notebook=notebook, others=others), seconds)
+    for id, (ex, code) in jobs.items():
+        work = partial(judge, space, known[ex.check], ex.name, code)
+        verdicts[id] = in_child(work, seconds)
     return verdicts
 
 
 def in_process(notebook, others, jobs, seconds):
     "`judge_all` in a process that dies with whatever the answers did to it"
     if not jobs: return {}
-    command = [sys.executable, '-m', 'tools.exercises', 'judge', str(notebook.resolve()),
-               '--seconds', str(seconds)]
-    done = subprocess.run(command, input=json.dumps([others, jobs]), capture_output=True, text=True,
-                          cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': '1'})
-    if done.returncode == 0: return json.loads(done.stdout.splitlines()[-1])
-    says = f'The process that judges it ended with exit code {done.returncode}.'
-    return dict.fromkeys(jobs, wrong(says))
+    work = partial(judge_all, *prepare(notebook, others), jobs, seconds)
+    verdicts = in_child(work, 4*seconds*len(jobs))
+    if 'state' in verdicts: return dict.fromkeys(jobs, verdicts)
+    return verdicts
 
 
 # --- marks of a file ---
@@ -477,12 +539,13 @@ def mark(
     rows = []
     jobs = {}
     for ex in todo:
-        answers = defining(ex.name, written)
+        answers = []
+        if not is_copy(ex, written): answers = defining(ex.name, written)
         row = dict(id=ex.id, points=ex.level, name=ex.name, state='not tried', says='')
         rows.append(row)
         if not answers: row['says'] = missing(ex.name, cells, path, chapter)
         elif fault: row.update(wrong(fault))
-        else: jobs[ex.id] = dict(name=ex.name, check=ex.check, code=answers[-1])
+        else: jobs[ex.id] = ex, answers[-1]
     add_verdicts(rows, in_process(notebook, written, jobs, seconds), written)
     marks = dict(points=points(rows), of=sum(row['points'] for row in rows), exercises=rows)
     if fault: marks['says'] = fault
@@ -536,14 +599,10 @@ def unread(says):
     return dict(points=0, of=0, exercises=[], says=says)
 
 
-def mark_one(name, path, seconds, last, **choice):
+def mark_one(path, **choice):
     "Marks of a submission; one whose chapter is not known gets none, and says why"
-    try: marks = mark(path, seconds, **choice)
-    except SystemExit as e: marks = unread(str(e))
-    result = f"{marks['points']} of {marks['of']}"
-    if is_late(marks) and not last: result = 'waits'
-    print(f'{name}: {result}', file=sys.stderr)
-    return marks
+    try: return mark(path, **choice)
+    except SystemExit as e: return unread(str(e))
 
 
 def submissions(folder):
@@ -560,6 +619,7 @@ def mark_folder(
     seconds: int=60,             # for each answer
     workers: int=os.cpu_count(), # submissions at a time
     patience: int=10,            # what takes longer than these seconds waits for all others
+    table: Path|None=None,       # written anew after each submission, so that no mark is lost
     **choice,                    # chapter, only and notebook, as for `mark`
 ) -> dict: # file's name -> marks
     "Marks for a class"
@@ -567,15 +627,23 @@ def mark_folder(
     todo = {name: path for name, path in files.items() if is_code(path)}
     if not todo: raise SystemExit(f'{folder} holds no notebook and no Python file.')
     marks = {}
-    with ThreadPoolExecutor(workers) as pool:
+    pool = ProcessPoolExecutor(workers, get_context('fork'))
+    try:
         for limit in sorted({min(patience, seconds), seconds}):
-            one = partial(mark_one, seconds=limit, last=limit == seconds, **choice)
-            marks.update(zip(todo, pool.map(one, todo, todo.values())))
+            one = partial(mark_one, seconds=limit, **choice)
+            names = {pool.submit(one, path): name for name, path in todo.items()}
+            for done in as_completed(names):
+                name = names[done]
+                marks[name] = done.result()
+                print(f"{name}: {marks[name]['points']} of {marks[name]['of']}", file=sys.stderr)
+                if table: write_csv(marks, table)
             todo = {name: path for name, path in todo.items() if is_late(marks[name])}
+    finally: pool.shutdown(cancel_futures=True)
     if not any(result['exercises'] for result in marks.values()):
         says = 'Nothing of what was asked is in these chapters.'
         raise SystemExit(marks[min(marks)].get('says', says))
-    for name in files: marks.setdefault(name, unread(NO_CODE))
+    marks = {name: marks.get(name, unread(NO_CODE)) for name in files}
+    if table: write_csv(marks, table)
     return marks
 
 
@@ -699,7 +767,7 @@ def own(todo):
         stub = f'def {ex.name}(*args, **kwargs): pass'
         for what, code, expected in (('the solution', ex.solution, 'right'),
                                      ('a stub', stub, 'wrong')):
-            with redirect_stdout(sys.stderr): result = judge(ex.notebook, ex.name, ex.check, code)
+            result = in_process(ex.notebook, (), {ex.id: (ex, code)}, 60)[ex.id]
             if result['state'] == expected: continue
             found.append(f'{ex.id} {ex.name}: {what} is {result["state"]}. {result["says"]}')
     return found
@@ -727,8 +795,7 @@ def print_marks(args):
                          '`list` names them all.')
     choice = dict(chapter=args.chapter, only=args.only, notebook=args.notebook)
     if args.file.is_dir():
-        marks = mark_folder(args.file, args.seconds, args.workers, **choice)
-        if args.csv: write_csv(marks, args.csv)
+        marks = mark_folder(args.file, args.seconds, args.workers, table=args.csv, **choice)
         print(*summary(marks), sep='\n')
         return 0
     marks = mark(args.file, args.seconds, **choice)
@@ -781,9 +848,6 @@ def make_parser():
     command = add('self', help='check that every solution passes and no stub does')
     command.add_argument('chapters', nargs='*', help='numbers, or a copy of a chapter such as '
                                                      'my_85.ipynb; by default all')
-    command = add('judge', help='judge the answers in the standard input, for `mark`')
-    command.add_argument('notebook', type=Path)
-    command.add_argument('--seconds', type=int)
     return parser
 
 
@@ -799,9 +863,6 @@ def main(argv=None) -> int: # the exit code
     elif args.what == 'strip':
         args.out.mkdir(parents=True, exist_ok=True)
         for notebook in notebooks(): strip(notebook, args.out)
-    elif args.what == 'judge':
-        others, jobs = json.load(sys.stdin)
-        print(json.dumps(judge_all(args.notebook, others, jobs, args.seconds)))
     return 0
 
 
