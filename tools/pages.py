@@ -1,5 +1,7 @@
 "A notebook that was run as one html file that needs nothing else, by nbconvert and templates/"
 import ast, re
+from copy import deepcopy
+from functools import cache
 from html import escape
 from pathlib import Path
 
@@ -363,6 +365,15 @@ def headings(
     return [(name, re.sub(r'</?a\b[^>]*>', '', text)) for name, text in found]
 
 
+@cache
+def exporter():
+    "The one that makes all pages: its templates are compiled once"
+    return HTMLExporter(
+        template_name='course', extra_template_basedirs=[str(TEMPLATES)], default_preprocessors=[],
+        exclude_input_prompt=True, exclude_output_prompt=True,
+        config=Config(NbConvertBase=dict(display_data_priority=KINDS)))
+
+
 def page_html(
     nb,              # a notebook that was run
     ch,              # its chapter
@@ -375,18 +386,14 @@ def page_html(
     def block(src): return markdown(src, renderer)
     def inline(src): return markdown(src, renderer, inline=True)
     def widget(output): return widget_html(output, state)
-    def with_views(nb, resources): return set_views(nb, inline, ch), resources
     filters = dict(markdown2html=block, inline=inline, headings=headings, mathml=mathml,
                    colour=colour, highlight_code=colour, widget=widget)
-    exporter = HTMLExporter(
-        template_name='course', extra_template_basedirs=[str(TEMPLATES)], filters=filters,
-        exclude_input_prompt=True, exclude_output_prompt=True,
-        config=Config(NbConvertBase=dict(display_data_priority=KINDS)))
-    exporter.register_preprocessor(with_views, enabled=True)
+    for name, function in filters.items(): exporter().register_filter(name, function)
     css = ''.join(path.read_text(encoding='utf-8') for path in STYLES)
     resources = dict(ch=ch, run=nb.metadata.get('mpcourse', {}), css=css, **more)
     # HTMLExporter's own method parses the page once more, for alt texts: three times as long
-    return TemplateExporter.from_notebook_node(exporter, nb, resources)[0]
+    nb = set_views(deepcopy(nb), inline, ch)
+    return TemplateExporter.from_notebook_node(exporter(), nb, resources)[0]
 
 
 def index_html(
