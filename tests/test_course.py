@@ -98,7 +98,7 @@ def test_slow_cells_and_dead_kernels_are_failures(small_course, tmp_path):
     nbs = small_course(_01_slow=slow, _02_dies=['# D\n\n> d.', 'import os\nos._exit(1)', 'never()'])
     r = run(nbs, tmp_path/'out', '--timeout', '6')
     assert r.returncode == 1 and 'FAILED 01_slow.ipynb, cell [2], line 2: TimeoutError: stopped after 6 s\n    time.sleep(600)\n' in r.stdout
-    assert 'cell [4]: TimeoutError' in r.stdout and '02_dies.ipynb, cell 2: DeadKernelError: Kernel died' in r.stdout and r.stdout.count('FAILED') == 3
+    assert 'cell [4]: TimeoutError' in r.stdout and '02_dies.ipynb, cell [1]: DeadKernelError: Kernel died' in r.stdout and r.stdout.count('FAILED') == 3
     assert 'goes on' in (tmp_path/'out/01_slow.html').read_text() and 'not reached' in (tmp_path/'out/02_dies.html').read_text()
 
 

@@ -309,10 +309,9 @@ def record(
     "How a run went; a failed cell notes its number and line, one that was not reached says so"
     failed = []
     ran = skipped = 0
-    for place, cell in enumerate(nb.cells, 1):
-        if cell.cell_type != 'code': continue
+    for cell in code_cells(nb):
         if error_of(cell):
-            number = cell.execution_count or place
+            number = cell.execution_count or ran + 1
             failed.append(describe(cell, number))
             cell.metadata['mpcourse'] = dict(failed=number, line=failed[-1]['line'])
         elif 'mpcourse' in cell.metadata: skipped += 1
