@@ -944,6 +944,13 @@ def test_the_course_s_own_solutions_pass_and_its_stubs_do_not():
     assert len(chosen) == 9 and own(chosen) == []
 
 
+def test_about_half_of_the_solutions_are_too_long_to_be_anybody_s():
+    "As chapter 96 says: a copy of these counts for nothing; of a shorter one nobody knows"
+    from tools.exercises import is_copy
+    long = [e.id for e in all_exercises() if is_copy(e, [e.solution])]
+    assert .4 < len(long)/len(all_exercises()) < .6 and {'85.1', '05.2', '29.3'} < set(long) and not {'01.1', '11.1', '09.1'} & set(long)
+
+
 def test_solutions_are_gone_from_a_handout_and_hidden_in_jupyterlab(tmp_path):
     import nbformat
     from tools.exercises import all_exercises, mark, notebooks, read, strip
