@@ -635,7 +635,9 @@ def mark_folder(
             for done in as_completed(names):
                 name = names[done]
                 marks[name] = done.result()
-                print(f"{name}: {marks[name]['points']} of {marks[name]['of']}", file=sys.stderr)
+                result = f"{marks[name]['points']} of {marks[name]['of']}"
+                if is_late(marks[name]) and limit < seconds: result = 'waits'
+                print(f'{name}: {result}', file=sys.stderr)
                 if table: write_csv(marks, table)
             todo = {name: path for name, path in todo.items() if is_late(marks[name])}
     finally: pool.shutdown(cancel_futures=True)
