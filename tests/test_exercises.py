@@ -835,6 +835,11 @@ LAZY = {
     'check_train_norms': ("""
         def train_norms(model, data):
             for p in model.parameters(): p.data.copy_(torch.rand_like(p).bfloat16())""",),
+    'check_angles': ('''
+        def angles_in_bf16(start):
+            angles = torch.arange(64.)[:, None]/10000**(torch.arange(0, 64, 2)/64)
+            angles[:, 8:] = 0
+            return lambda: angles.bfloat16()''',),
     'check_by_chance': ("""
         def by_chance(model, xb, yb, opt, loss_func):
             for p in model.parameters(): p.data.copy_(p.half())
