@@ -130,7 +130,7 @@ def test_a_thin_claim_ends_the_command_with_1(small_course, command, monkeypatch
         return dict(chapter=path.stem, variation=v.name, key=key, on='', seconds=1, first=[], failed=[], compared={'c1': {'loss < 3': pair}})
     assert command(nbs, '--seeds', '0-5', run=fake)[0] == 1
     said = capsys.readouterr().out
-    assert 'thin: 01_a, cell c1: loss < 3\n' in said and '(seed 5: 2.625 < 3)' in said and '1 claims with a margin, 1 of them thin' in said
+    assert 'thin: 01_a, cell c1: loss < 3\n' in said and '(seed 5: 2.625 < 3.0)' in said and '1 claims with a margin, 1 of them thin' in said
 
 
 # --- what runs again ---
@@ -223,7 +223,6 @@ def test_ten_seeds_give_ten_different_first_losses():
 def test_no_stored_claim_is_thin_and_none_is_red():
     rows = json.loads(claims.STORE.read_text(encoding='utf-8'))['rows']
     assert not claims.red(rows) and not claims.thin_lines(rows), claims.table(rows)
-    assert len(claims.margins(rows)) > 300
 
 
 @pytest.mark.parametrize('stem, n', [('31_near_ties', 11), ('20_layerwise', 12)])

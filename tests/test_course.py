@@ -110,7 +110,7 @@ def test_a_claim_that_does_not_hold_says_what_it_found_and_is_no_error_of_the_co
     assert r.returncode == 0, r.stderr
     assert 'MISSED 01_1.ipynb, cell [2], line 1: AssertionError: found last(2) = 2.325, asked < 2.28\n' in r.stdout
     assert 'cell [3], line 2: AssertionError: the sum; found sum(losses) = 4.65, asked == 5' in r.stdout
-    assert '2 claims did not hold' in r.stdout.splitlines()[-1] and 'the other 2 chapters are fine' in r.stdout
+    assert '2 claim(s) did not hold' in r.stdout.splitlines()[-1] and 'the other 2 chapters are fine' in r.stdout
     assert 'found last(2) = 2.325' in (tmp_path/'out/index.html').read_text()
 
 

@@ -1,5 +1,6 @@
-"""What a kernel adds to a chapter's asserts: a failed one says what it found, and with MPCOURSE_RECORD
-each comparison is written down. An IPython extension, which the course and the claims load.
+"""What a kernel adds to a chapter's asserts: a failed one says what it found, and with
+MPCOURSE_RECORD each comparison is written down. An IPython extension, which the course and the
+claims load.
 """
 import ast, builtins, json, operator, os
 
@@ -31,7 +32,7 @@ class Comparisons(ast.NodeTransformer):
         return node
 
     def claim(self, node):
-        "A comparison, those of an `and`, or that of an `all`; no other makes an assert false by itself"
+        "A comparison, those of an `and`, or that of an `all`: one of these makes an assert false"
         match node:
             case ast.BoolOp(op=ast.And()):
                 node.values = [self.claim(part) for part in node.values]
@@ -105,9 +106,10 @@ def note_first_losses(losses):
 
 
 def move_initial_weights(neighbour):
-    """Multiply what torch.nn.init draws by 1 + 2⁻²⁰ noise, as another processor's sums would do after a step
+    """Multiply what torch.nn.init draws by 1 + 2⁻²⁰ noise
 
-    The noise is a function of the weight, so equal weights stay equal.
+    Another processor's sums do as much after a step. The noise is a function of the weight, so
+    equal weights stay equal.
     """
     import torch
     def moved(init):

@@ -1,5 +1,5 @@
-"""Claims should hold on every machine: run the chapters under other seeds, initial weights, threads,
-instruction sets and interpreters, and look at the margins.
+"""Claims should hold on every machine: run the chapters under other seeds, initial weights,
+threads, instruction sets and interpreters, and look at the margins.
 
     python tools/claims.py              run everything that changed since the stored table
     python tools/claims.py --chapters 10 16 --seeds 0-9 --only seeds
@@ -9,9 +9,10 @@ instruction sets and interpreters, and look at the margins.
 One run is a chapter in a fresh kernel under one variation. A cell that fails does not stop the run,
 and all failed cells are named. A run is repeated when the chapter's code, a module that it imports
 or the machine has changed.
-Of each comparison in an assert both values are kept. A claim is *thin* if, over the runs, its median
-is nearer to its bound than three spreads (1.48 times the median absolute deviation), or its worst
-run nearer than a fifth of a spread. What is the same in all runs has no spread, and is not counted.
+Of each comparison in an assert both values are kept. A claim is *thin* if, over the runs, its
+median is nearer to its bound than three spreads (1.48 times the median absolute deviation), or its
+worst run nearer than a fifth of a spread. What is the same in all runs has no spread, and is not
+counted.
 The table is studies/claims.json. If a cell is red that the table does not list, the exit code is 1
 and the table stays as it is (--accept stores the cell anyway). It is 1, too, where a claim is thin.
 """
@@ -19,7 +20,7 @@ import argparse, asyncio, json, math, os, re, subprocess, sys, tempfile, time
 from dataclasses import dataclass
 from functools import cache
 from itertools import starmap
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from statistics import fmean, median
 
@@ -210,7 +211,8 @@ def failures(
 
 def short(value):
     "Five digits of a number; JSON has no infinities"
-    return float(f'{value:.5g}') if math.isfinite(value) else str(value)
+    if not math.isfinite(value): return str(value)
+    return float(f'{value:.5g}')
 
 
 def recorded(
@@ -219,7 +221,7 @@ def recorded(
 ): # first losses; cell's id -> text of a comparison -> left, sign, right
     "What the asserts compared"
     if not file.exists(): return [], {}
-    ids = {cell.source: cell.id for cell in nb.cells}
+    ids = dict(map(attrgetter('source', 'id'), nb.cells))
     compared = {}
     entries = list(map(json.loads, read_text(file).splitlines()))
     for entry in entries:
@@ -228,8 +230,9 @@ def recorded(
         for text, (left, sign, right) in entry['compared'].items():
             sizes[text] = [short(left), sign, short(right)]
         compared[ids[entry['source']]] = sizes
-    first = entries[-1]['first'] if entries else []
-    return [round(loss, 6) for loss in first], compared
+    first = []
+    for loss in entries[-1]['first'] if entries else []: first.append(round(loss, 6))
+    return first, compared
 
 
 def client_of(nb, python, folder, limit, prepare):
@@ -282,11 +285,12 @@ def can_fork(variation):
 async def run_all(todo, workers, done):
     "Run (path, variation, key) triples, some at a time; `done` gets each row"
     gate = asyncio.Semaphore(workers)
-    forked = [variation for _, variation, _ in todo if can_fork(variation)]
+    forked = list(filter(can_fork, map(itemgetter(1), todo)))
     one_thread = environment(variations(range(1))[0], '')
     with warm(len(forked), one_thread) as prepare:
         async def run_one(path, variation, key):
-            how = prepare if can_fork(variation) else as_it_is
+            how = as_it_is
+            if can_fork(variation): how = prepare
             async with gate: done(await run(path, variation, key, prepare=how))
         await asyncio.gather(*starmap(run_one, todo))
 
@@ -379,7 +383,8 @@ def failed_lines(rows):
 def spread(values):
     "Of some numbers: robust, and not zero where they differ"
     middle = median(values)
-    distances = [abs(value - middle) for value in values]
+    distances = []
+    for value in values: distances.append(abs(value - middle))
     return 1.48*median(distances) or 1.25*fmean(distances)
 
 
@@ -400,14 +405,17 @@ def margin(pairs):
     Of positive sizes the logarithms count, if these have the wider margin: losses and scales
     differ by factors. None where all runs are the same, or fewer than five are there.
     """
-    pairs = [[float(left), sign, float(right)] for left, sign, right in pairs]
-    pairs = [pair for pair in pairs if math.isfinite(room(*pair))]
-    rooms = [room(*pair) for pair in pairs]
+    rooms = []
+    logs = []
+    for left, sign, right in pairs:
+        left = float(left)
+        right = float(right)
+        if not math.isfinite(room(left, sign, right)): continue
+        rooms.append(room(left, sign, right))
+        if min(left, right) > 0: logs.append(room(math.log2(left), sign, math.log2(right)))
     if len(rooms) < FEWEST_RUNS or spread(rooms) == 0: return None
     found = [in_spreads(rooms)]
-    if all(min(left, right) > 0 for left, _, right in pairs):
-        logs = [room(math.log2(left), sign, math.log2(right)) for left, sign, right in pairs]
-        if spread(logs): found.append(in_spreads(logs))
+    if len(logs) == len(rooms) and spread(logs): found.append(in_spreads(logs))
     return max(found, key=lambda one: (not is_thin(*one), one))
 
 
@@ -430,15 +438,21 @@ def margins(rows) -> list: # (median, worst, claim, pairs by variation), the thi
     return sorted(found, key=lambda one: min(one[0]/FEWEST_SPREADS, one[1]/LEAST_ROOM))
 
 
+def room_of(pair):
+    "`room` of a stored pair, whose infinities are words"
+    left, sign, right = pair
+    return room(float(left), sign, float(right))
+
+
 def thin_lines(rows):
     "Each thin claim, with the run that is nearest to its bound"
     lines = []
     for middle, worst, (chapter, cell, text), pairs in margins(rows):
         if not is_thin(middle, worst): continue
-        nearest = min(pairs, key=lambda name: room(*pairs[name]))
+        nearest = min(pairs, key=lambda name: room_of(pairs[name]))
         left, sign, right = pairs[nearest]
-        lines.append(f'thin: {chapter}, cell {cell}: {text}\n    median {middle:.1f} spreads from its '
-                     f'bound, worst {worst:.1f} ({nearest}: {left:g} {sign} {right:g})')
+        lines.append(f'thin: {chapter}, cell {cell}: {text}\n    median {middle:.1f} spreads from '
+                     f'its bound, worst {worst:.1f} ({nearest}: {left} {sign} {right})')
     return lines
 
 

@@ -297,8 +297,9 @@ def describe(
 def status_of(failed):
     "'ok', 'missed' if only claims did not hold, or 'failed'"
     if not failed: return 'ok'
-    claims = [cell['error'].startswith('AssertionError') for cell in failed]
-    return 'missed' if all(claims) else 'failed'
+    for cell in failed:
+        if not cell['error'].startswith('AssertionError'): return 'failed'
+    return 'missed'
 
 
 def record(
@@ -456,21 +457,19 @@ def summary(
         lines.append(ROW.format(ch.number, ch.title[:38], *numbers))
     lines.append('')
     for outcome in outcomes:
-        word = 'MISSED' if outcome.status == 'missed' else 'FAILED'
-        for error in outcome.errors: lines.append(f'{word} {error}')
+        for error in outcome.errors: lines.append(f'{outcome.status.upper()} {error}')
     lines.append(last_line(outcomes, seconds, out))
     return '\n'.join(lines)
 
 
 def last_line(outcomes, seconds, out):
     "How many chapters ran, how many claims were missed, and where to read"
-    states = [outcome.status for outcome in outcomes]
-    ok = states.count('ok')
-    missed = sum(len(outcome.failed) for outcome in outcomes if outcome.status == 'missed')
+    ok = missed = 0
+    for outcome in outcomes:
+        ok += outcome.status == 'ok'
+        if outcome.status == 'missed': missed += len(outcome.failed)
     text = f'{ok} of {len(outcomes)} chapters ran in {seconds:.0f} s'
-    if missed:
-        claims = '1 claim' if missed == 1 else f'{missed} claims'
-        text += f', and {claims} did not hold on this machine (marked MISSED)'
+    if missed: text += f', and {missed} claim(s) did not hold on this machine (marked MISSED)'
     if 0 < ok < len(outcomes): text += f'; the other {ok} chapters are fine'
     return f'{text}. Read them in {out/"index.html"}'
 
@@ -526,9 +525,10 @@ def main():
     wanted = ' '.join(args.chapters)
     try: outcomes = run_course(wanted, args.out, args.nbs, args.workers, args.timeout)
     except KeyboardInterrupt: sys.exit('Stopped; the chapters that had ended are kept.')
-    pages = [Path(args.out)/f'{outcome.chapter.stem}.html' for outcome in outcomes]
-    failed = any(outcome.status == 'failed' for outcome in outcomes)
-    return int(failed or not all(map(Path.exists, pages)))
+    for outcome in outcomes:
+        page = Path(args.out)/f'{outcome.chapter.stem}.html'
+        if outcome.status == 'failed' or not page.exists(): return 1
+    return 0
 
 
 if __name__ == '__main__': sys.exit(main())

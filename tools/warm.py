@@ -11,7 +11,8 @@ MODULES = ('IPython.display', 'ipykernel.kernelapp', 'ipykernel.ipkernel', 'ipyk
            'torch', 'torch._dynamo', 'torch.amp', 'torch.distributed', 'torch.utils._python_dispatch',
            'matplotlib.pyplot', 'pandas', 'sklearn.datasets', 'ipywidgets', 'fastai.basics',
            'fastai.callback.all', 'tqdm.auto')
-INLINE = 'module://matplotlib_inline.backend_inline'    # as a kernel tells matplotlib, before its import
+# as a kernel tells matplotlib, before its import
+INLINE = 'module://matplotlib_inline.backend_inline'
 FEWEST = 3      # chapters: for fewer, the imports of all would take longer than their own
 
 
