@@ -15,7 +15,7 @@ help: ## list the targets
 course: .venv/.installed ## run the chapters and write their pages to _course/ (CHAPTERS="02 05" for some)
 	@$(BIN)/python -m tools.course $(CHAPTERS) --out $(OUT)
 
-test: .venv/.installed ## run what CI checks; a second time only what has changed (ALL=1 for all)
+test: .venv/.installed ## run the checks; a second time only what has changed (ALL=1 for all that CI runs)
 	@$(BIN)/python tests/run.py
 
 check: .venv/.installed ## check your solutions of a chapter (CHAPTER=11 FILE=mine.py)

@@ -1,19 +1,18 @@
 "What the tests of the project share: its notebooks, small courses made on the spot, and a browser"
-import functools, inspect, os, shutil, subprocess, sys
+import functools, inspect, json, os, socket, subprocess, sys
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = sorted((ROOT/'nbs').glob('*.ipynb'))
-CHROME = next((p for n in ('chromium', 'chromium-browser', 'google-chrome')
-               if (p := shutil.which(n))), None)
 CHROME_ARGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run',
                '--disable-background-networking',
                '--disable-component-update', '--disable-sync']
 
 sys.path[:0] = [str(ROOT/'tests'), str(ROOT)]
-from unchanged import chapters_of
+import chromium
 
 
 def each(names, values):
@@ -47,40 +46,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
-def pytest_runtest_logreport(report):
-    "One word a result for `make test`, written as it comes, so that a run that dies counts as far as it got"
-    path = os.environ.get('MPCOURSE_REPORT')
-    if not path or 'PYTEST_XDIST_WORKER' in os.environ or report.outcome == 'rerun': return
-    if report.when == 'call' or report.outcome != 'passed':
-        with open(path, 'a') as f: f.write(report.outcome + '\n')
-
-
-opened = set()
-
-
-def note_chapters(event, args):
-    "Note what is opened of the chapters, their pages and the texts"
-    if event != 'open': return
-    path = str(args[0])
-    parts = path.removeprefix(str(ROOT) + os.sep).split(os.sep)
-    if path.startswith(str(ROOT)) and (path.endswith(('.ipynb', '.md')) or parts[0] == '_course'): opened.add(path)
-
-
-sys.addaudithook(note_chapters)
-
-
-def unmarked(item):
-    "What is wrong if a test reads a chapter and does not say so; `make test` would leave it out when the chapter changes"
-    if opened and not chapters_of(item): return f'It reads {min(opened)}: mark it with @pytest.mark.chapters.'
-
-
-@pytest.fixture(autouse=True)
-def chapters_are_marked(request):
-    opened.clear()
-    yield
-    if unmarked(request.node): pytest.fail(unmarked(request.node))
-
-
 @pytest.fixture(autouse=True)
 def one_thread():
     "One torch thread in each test: results and times do not depend on the machine's cores"
@@ -94,7 +59,7 @@ def one_thread():
 RANK = '''
 import os, sys, torch, torch.distributed as dist
 torch.set_num_threads(1)
-rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+rank, world, folder = {rank}, {world}, {folder!r}
 dist.init_process_group('gloo', init_method=f'file://{{folder}}/meet', rank=rank, world_size=world)
 {code}
 dist.barrier(); dist.destroy_process_group(); sys.stdout.flush(); sys.stderr.flush()
@@ -102,22 +67,36 @@ os._exit(0)     # gloo's threads, on their way out, abort a process now and then
 '''
 
 
+def started(codes, logs):
+    "Run pieces of code in processes of their own; returns their exit codes"
+    procs = [subprocess.Popen([sys.executable, '-c', code], stderr=open(log, 'w')) for code, log in zip(codes, logs)]
+    try: return [p.wait(timeout=200) for p in procs]
+    finally:
+        for p in procs: p.kill()        # where one waits for a rank that is gone
+
+
+def forked(codes, logs):
+    "The same, from a process that has torch already, if `suite.py` runs the tests"
+    if 'MPCOURSE_FORKS' not in os.environ: return started(codes, logs)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(os.environ['MPCOURSE_FORKS'])
+        order = dict(ranks=list(zip(codes, map(str, logs))), env=dict(os.environ), timeout=200)
+        server.sendall(json.dumps(order).encode() + b'\n')
+        return json.loads(server.makefile().read())
+
+
 @pytest.fixture
-def ranks(tmp_path):
+def ranks(tmp_path, monkeypatch):
     "Run code in gloo processes, with `rank` and `folder`; returns what each saved with torch.save(…, f'{folder}/{rank}.pt')"
     def run(code, n=2, ends=0):
         "ends is the exit code of each; they leave nothing to load where it is not 0"
         import torch
         (tmp_path/'meet').unlink(missing_ok=True)
-        env = {**os.environ, 'OMP_NUM_THREADS': '1',
-               'PYTHONPATH': os.pathsep.join([str(ROOT/'tests'), os.environ.get('PYTHONPATH', '')])}
-        procs = [subprocess.Popen([sys.executable, '-c', RANK.format(code=code), str(r), str(n),
-                                   str(tmp_path)], env=env, text=True,
-                                  stderr=subprocess.PIPE) for r in range(n)]
-        try: errs = [p.communicate(timeout=200)[1] for p in procs]
-        finally:
-            for p in procs: p.kill()        # where one waits for a rank that is gone
-        for p,err in zip(procs, errs): assert p.returncode == ends, err[-3000:]
+        monkeypatch.setenv('OMP_NUM_THREADS', '1')
+        monkeypatch.setenv('PYTHONPATH', str(ROOT/'tests'), prepend=os.pathsep)
+        logs = [tmp_path/f'{rank}.log' for rank in range(n)]
+        codes = [RANK.format(code=code, rank=rank, world=n, folder=str(tmp_path)) for rank in range(n)]
+        for status, log in zip(forked(codes, logs), logs): assert status == ends, log.read_text()[-3000:]
         return None if ends else [torch.load(tmp_path/f'{r}.pt', weights_only=False)
                                   for r in range(n)]
     return run
@@ -157,15 +136,23 @@ def small_course(tmp_path):
     return write
 
 
+def open_in_python(request):
+    "A file that the browser opens, so that `reads.py` notes it"
+    url = urlsplit(request.url)
+    if url.scheme == 'file': open(unquote(url.path)).close()
+
+
 @pytest.fixture(scope='session')
 def browser(tmp_path_factory):
     "A Chromium, or a skip that says why there is none"
-    if CHROME is None: pytest.skip('there is no Chromium here')
+    path = chromium.find()
+    if path is None: pytest.skip('there is no Chromium here')
     sync_api = pytest.importorskip('playwright.sync_api')
     with sync_api.sync_playwright() as p:
         profile = str(tmp_path_factory.mktemp('profile'))
-        ctx = p.chromium.launch_persistent_context(profile, executable_path=CHROME,
+        ctx = p.chromium.launch_persistent_context(profile, executable_path=path,
                                                    headless=True, args=CHROME_ARGS)
+        ctx.on('request', open_in_python)
         yield ctx
         ctx.close()
 

@@ -3,17 +3,21 @@
     python tests/run.py             all stages
     python tests/run.py lint tests  some of them
 
-CI, and ALL=1, run every chapter and every test. Otherwise those are left out that went well before with the same code.
+CI, and ALL=1, run every stage, chapter and test. Otherwise those are left out that went well before with the same files
+(`unchanged.py`), the second environment, and most cases of the tests marked `sweep`; the last line says so.
 """
-import configparser, filecmp, hashlib, importlib, json, os, re, shutil, signal, subprocess, sys, tempfile, time
-from dataclasses import dataclass
+import configparser, filecmp, hashlib, importlib, json, operator, os, re, shutil, signal, subprocess, sys, tempfile, time
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import chromium
+import unchanged as U
+
+ROOT = U.ROOT
 BIN = Path(sys.executable).parent
 LIBENV = ROOT/'.venv-library'
-RUN_ALL = os.environ.get('CI') == 'true' or bool(os.environ.get('ALL'))
-NOTHING_RAN = 5     # pytest's exit code
+IN_CI = os.environ.get('CI') == 'true'
+RUN_ALL = IN_CI or bool(os.environ.get('ALL'))
 # tests of what another fastai could break, beside the promises
 FASTAI = 'callback monitor checkpoint accumulate'.split()
 CHKSTYLE_IGNORE = 'continuation-indent,semicolon,dict-literal,single-statement-body,inefficient-multiline-expression'
@@ -21,18 +25,19 @@ CHKSTYLE_IGNORE = 'continuation-indent,semicolon,dict-literal,single-statement-b
 
 @dataclass
 class Counts:
-    "How many checks passed, failed, were skipped, and had passed before with the same code"
+    "How many checks passed, failed, were skipped, had passed before with the same files, and are for CI alone"
     passed: int = 0
     failed: int = 0
     skipped: int = 0
     unchanged: int = 0
+    left: int = 0
+    browser: int = 0    # skipped for want of one
 
-    def __add__(self, o):
-        return Counts(self.passed + o.passed, self.failed + o.failed, self.skipped + o.skipped,
-                      self.unchanged + o.unchanged)
+    def __add__(self, o): return Counts(*map(operator.add, astuple(self), astuple(o)))
     def __str__(self):
-        text = f'{self.passed} passed, {self.failed} failed, {self.skipped} skipped'
-        return f'{text}, {self.unchanged} unchanged since they passed' if self.unchanged else text
+        text = f'{self.passed} passed, {self.failed} failed, {self.skipped + self.browser} skipped'
+        if self.unchanged: text += f', {self.unchanged} unchanged since they passed'
+        return text + (f', {self.left} left to CI' if self.left else '')
 
 
 def environment(**more):
@@ -136,22 +141,18 @@ def course():
 
 
 def pytest(python, *args):
-    "Run pytest on all cores, without what `unchanged` leaves out; counts what has run, also where pytest itself did not reach its end"
+    "Run the tests that `suite.py` does not leave out, and count them as far as they came"
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp)/'outcomes.txt'
-        chosen = [] if RUN_ALL else ['-p', 'tests.unchanged']
-        rc = sh(python, '-m', 'pytest', '-p', 'no:cacheprovider', '-n', 'auto', '--dist',
-                'worksteal', *chosen, *args, MPCOURSE_REPORT=str(report))
-        seen = report.read_text().split() if report.exists() else []
-    res = Counts(*(seen.count(o) for o in ('passed', 'failed', 'skipped', 'unchanged')))
-    if rc in (0, 1) and bool(rc) == bool(res.failed): return res
-    if rc == NOTHING_RAN and res.unchanged: return res
-    return res + check(f'pytest ended with code {rc}', False)
+        rc = sh(python, ROOT/'tests/suite.py', *args, MPCOURSE_REPORT=str(report))
+        seen = [line.split()[0] for line in report.read_text().splitlines()] if report.exists() else []
+    res = Counts(*(seen.count(o) for o in ('passed', 'failed', 'skipped', 'unchanged', 'left', 'browser')))
+    return res if rc == 0 else res + check(f'tests/suite.py ended with code {rc}', False)
 
 
 def tests():
     "Everything under tests/"
-    return pytest(sys.executable, 'tests', '--durations=8')
+    return pytest(sys.executable)
 
 
 def torch_bound():
@@ -219,19 +220,28 @@ def library():
     return pytest(python, *promised, *alone) + pytest(python, *rest, '-m', 'library', *alone)
 
 
-def chromium():
-    "Whether there is a browser for the browser tests"
-    return any(shutil.which(n) for n in ('chromium', 'chromium-browser', 'google-chrome'))
-
-
 STAGES = [exports, lint, types, course, tests, library, style]
+IN_CI_ONLY = library, style
+READS = {exports: ('nbs/', 'mpcourse/', 'settings.ini', 'setup.py', 'pyproject.toml', '_quarto.yml', 'README.md', 'tests/run.py'),
+         types: ('mpcourse/', 'README.md', 'tests/run.py')}
+
+
+def run_if_changed(stage):
+    "Run a stage, if it did not go well with the files of today"
+    if stage not in READS: return stage()
+    reads = {name: 'r' for name in U.names() if name.startswith(READS[stage])}
+    entry, stamp = U.kept().get(stage.__name__), U.stamp(reads)
+    if not RUN_ALL and entry and entry['stamp'] == stamp: return Counts(unchanged=entry['passed'])
+    res = stage()
+    U.keep({stage.__name__: None if res.failed else dict(stamp=stamp, passed=res.passed)})
+    return res
 
 
 def run(stage):
     "Run a stage, and report an exception as a failed check"
     print(f'\n== {stage.__name__}: {stage.__doc__[0].lower()}{stage.__doc__[1:]}', flush=True)
     start = time.time()
-    try: res = stage()
+    try: res = run_if_changed(stage)
     except Exception as e:
         print(f'{type(e).__name__}: {e}')
         res = check(f'the stage {stage.__name__} ran to its end', False)
@@ -244,13 +254,15 @@ def main(names):
     unknown = set(names) - {s.__name__ for s in STAGES}
     if unknown:
         sys.exit(f'There is no stage {", ".join(sorted(unknown))}: take some of {", ".join(s.__name__ for s in STAGES)}.')
-    total = sum((run(s) for s in STAGES if not names or s.__name__ in names), Counts())
-    print()
-    if not chromium():
-        print('There is no Chromium here, so the browser tests were skipped.')
-        if os.environ.get('CI') == 'true':
-            total += check('CI has a Chromium: .ci/run installs one', False)
-    print(total)
+    chosen = [s for s in STAGES if s.__name__ in names or not names and (RUN_ALL or s not in IN_CI_ONLY)]
+    missing = chromium.install() if tests in chosen and not chromium.find() else ''
+    total = sum(map(run, chosen), Counts())
+    if missing and IN_CI: total += check('CI has a Chromium: .ci/run installs one', False)
+    print(f'\n{total}')
+    if total.browser:
+        print(f'Not tried: {total.browser} tests in a browser, since there is none and {missing}. Install Chromium, and run this again.')
+    if not RUN_ALL and not names:
+        print(f'Left to CI, or make test ALL=1: {total.left} cases of long tests, and the newest fastai ({", ".join(s.__name__ for s in IN_CI_ONLY)}).')
     return int(total.failed > 0)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from conftest import barriers, NBS, ROOT
 
-pytestmark = [pytest.mark.browser, pytest.mark.chapters, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
 
 def holds_widget(path):

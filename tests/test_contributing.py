@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-pytestmark = pytest.mark.chapters
 
 CONTRIBUTING = (ROOT/'CONTRIBUTING.md').read_text(encoding='utf-8')
 SCALER = '''

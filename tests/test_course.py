@@ -174,7 +174,6 @@ def test_slides(ran):
     assert figures[0].img['alt'] == 'a line through the origin'
 
 
-@pytest.mark.chapters
 def test_slides_of_code(small_course):
     from tools.slides import narrow, slides, tagged
     nbs = small_course(_01_a=['# A\n\n> P.', f'%md {"far "*60} away. One. So `f` [doubles](x.ipynb) x < 9:', '#| code-fold: true\ny = 1', '#| echo: true\ndef f(x): return 2*x      # twice\nf(y)', 'f(4)'])

@@ -40,7 +40,6 @@ except AttributeError as e: print(e)
     assert r.stdout == "module 'mpcourse' has no attribute 'GradScalar'\n", r.stderr
 
 
-@pytest.mark.chapters     # docstrings, which a fingerprint of modules leaves out
 def test_editors_see_the_public_names():
     "What type checkers read is what is imported at run time, and each name is there"
     tree = ast.parse(Path(mpcourse.__file__).read_text(encoding='utf-8'))

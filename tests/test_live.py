@@ -1,5 +1,5 @@
 "The figures that move in the page: their arithmetic in node, equal to Python's own, and their controls in a real Chromium"
-import base64, json, math, os, random, re, shutil, subprocess
+import base64, json, math, random, re, shutil, subprocess
 from itertools import islice
 
 import numpy as np, pytest, torch
@@ -322,12 +322,11 @@ SETTINGS = (dict(fmt='fp32'), dict(k=0), dict(k=12), dict(fmt='e4m3', k=16), dic
             *(dict(k=12, v=v) for v in ('int8', 'root int8', 'root e4m3')))
 
 
-QUICK = [[(conf, 20)] for conf in SETTINGS] + [[(dict(k=0), 10), (dict(k=12), 10)]]
+QUICK = [[(conf, 10)] for conf in SETTINGS] + [[(dict(k=0), 5), (dict(k=12), 5)]]
 LONG = [[(conf, 150)] for conf in (*SETTINGS[:6], SETTINGS[7], SETTINGS[-1])] + [[(dict(k=0), 75), (dict(k=12), 75)]]
-in_ci = pytest.mark.skipif(os.environ.get('CI') != 'true', reason='in CI: together they take two minutes')
 
 
-@pytest.mark.parametrize('run', [*QUICK, *(pytest.param(run, marks=in_ci) for run in LONG)])
+@pytest.mark.parametrize('run', [*QUICK, *(pytest.param(run, marks=pytest.mark.sweep(0)) for run in LONG)])
 def test_the_net_in_the_page_is_pythons_in_every_bit(run, tmp_path):
     "All weights, both losses, the skipped steps and the last scale; and a scale that is moved in the middle"
     agrees(tmp_path, [['net', 'trained', [train_data(), run], trained(*run)]])

@@ -11,9 +11,6 @@ from nbformat.v4 import new_code_cell, new_notebook, writes
 from tools import exercises
 from tools.exercises import COPIED, PEEPED, main, notebooks, summary, write_csv
 
-# whose exercises the answers are to
-pytestmark = pytest.mark.chapters('01_formats', '02_rounding', '09_step', '12_callback', '85_variants')
-
 
 @pytest.fixture(scope='module')
 def pool():

@@ -2,10 +2,8 @@
 import ast, re
 from pathlib import Path
 
-import pytest
 from conftest import each
 
-pytestmark = pytest.mark.chapters
 
 HERE = Path(__file__).parent
 ROWS = [f'M{i}' for i in range(1, 32)] + [f'P{i}' for i in range(1, 17)] + [f'N{i}' for i in (*range(1, 26), 29)]

@@ -6,7 +6,6 @@ from urllib.parse import unquote
 import pytest
 from conftest import NBS, ROOT, each
 
-pytestmark = pytest.mark.chapters
 
 nbformat = pytest.importorskip('nbformat')
 BeautifulSoup = pytest.importorskip('bs4').BeautifulSoup

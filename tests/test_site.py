@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from conftest import NBS, ROOT, barriers, each
 
-pytestmark = pytest.mark.chapters
 
 nbformat = pytest.importorskip('nbformat')
 pytest.importorskip('nbclient')

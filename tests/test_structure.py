@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from conftest import NBS, ROOT, each
 
-pytestmark = pytest.mark.chapters
 
 CELLS = {p: json.loads(p.read_text(encoding='utf-8'))['cells'] for p in NBS}
 TEXTS = {p: [''.join(c['source']) for c in cells] for p, cells in CELLS.items()}

@@ -1,55 +1,89 @@
 "What `make test` leaves out: a small project, in which one thing changes at a time"
-import json, os, re, shutil, subprocess, sys
+import json, os, shutil, subprocess, sys
 
 import pytest
-from conftest import ROOT, unmarked
+from conftest import ROOT
 
 FILES = {
+    'mpcourse/__init__.py': '',
     'mpcourse/a.py': 'def one(): return 1\n',
+    'mpcourse/b.py': 'from mpcourse.c import two\n',
+    'mpcourse/c.py': 'def two():\n    "2"\n    return 2\n',
+    'mpcourse/live/x.mjs': '',
+    'tools/reader.py': "assert open('studies/rain.json').read() > '0'",
     'studies/rain.json': '1',
+    'studies/snow.json': '1',
+    'nbs/styles.css': 'p {}',
     'README.md': 'Two chapters\n',
-    'pytest.ini': '[pytest]\nmarkers = chapters',
+    'pyproject.toml': '[tool.pytest.ini_options]\naddopts = "-v"\nmarkers = ["chapters", "sweep"]\ntimeout = 100\n',
     '_course/01_x.html': 'X',
-    'tests/test_first.py': 'def test_a(): pass\n',
-    'tests/test_second.py': 'from test_first import test_a as other\ndef test_b(): other()\n',
-    'tests/test_third.py': '''
+    'tests/conftest.py': 'import os, sys\nsys.path[:0] = [os.getcwd(), "tests"]\n',
+    'tests/helper.py': 'def text(name): return open(name).read()\n',
+    'tests/test_imports.py': 'import mpcourse.a\ndef test_a(): assert mpcourse.a.one() == 1\n',
+    'tests/test_late.py': '''
+import importlib, subprocess, sys
+def test_b(): assert importlib.import_module('mpcourse.' + 'b').two() == 2
+def test_child():
+    subprocess.run([sys.executable, 'tools/reader.py'], check=True)
+''',
+    'tests/test_other.py': '''
+import subprocess
+from test_imports import test_a as other
+def test_d(): other()
+def test_node(): subprocess.run(['node', '--version'])
+''',
+    'tests/test_unknown.py': '''
+import subprocess, sys
+def test_e(): subprocess.run(['true'], check=True)
+def test_untraced(): subprocess.run([sys.executable, '-c', ''], check=True, env={})
+''',
+    'tests/test_chapters.py': '''
 import pytest
-def test_c(): pass
-@pytest.mark.chapters
-def test_all(): pass
+from glob import glob
+from helper import text
+def test_all(): assert [text(name) for name in glob('nbs/*.ipynb')]
+def test_readme(): text('README.md')
 @pytest.mark.chapters('02_y')
-def test_two(): pass
+def test_two(): text('nbs/02_y.ipynb')
 @pytest.mark.parametrize('stem', ['01_x', '02_y'])
-def test_of(stem): pass
+def test_of(stem): text(f'nbs/{stem}.ipynb')
+def test_page(): text('_course/01_x.html')
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize('n', [0, 1, 2])
+def test_many(n): pass
 '''}
-READERS = {'all', 'two', 'of[01_x]', 'of[02_y]'}
-ALL = {'a', 'b', 'c', *READERS}
+WHOLE = {'all', 'readme', 'page', 'many[0]', 'many[2]'}
+READERS = {*WHOLE, 'two', 'of[01_x]', 'of[02_y]'}
+UNKNOWN = {'e', 'untraced'}     # programs that may have read anything but tests
+ALL = {'a', 'b', 'child', 'd', 'node', *UNKNOWN, *READERS}
 
 
 def notebook(*lines): return json.dumps(dict(cells=[dict(cell_type='markdown', source=lines)]), indent=1)
 
 
-def ran(root):
-    "The tests that `make test` runs now"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(('PYTEST', 'PYTHONPATH'))}
-    command = [sys.executable, '-m', 'pytest', '-v', '-p', 'no:cacheprovider', '-p', 'tests.unchanged', 'tests']
-    out = subprocess.run(command, cwd=root, capture_output=True, text=True,
-                         env={**clean, 'MPCOURSE_REPORT': f'{root}.report', 'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}).stdout
-    return set(re.findall(r'::test_(\S+) (?:PASSED|FAILED)', out))
+def ran(root, **env):
+    "The tests that `make test` runs now, and those of them that fail"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(('PYTEST', 'PYTHONPATH', 'MPCOURSE', 'CI', 'ALL'))}
+    report = root.parent/f'{root.name}.report'
+    report.unlink(missing_ok=True)
+    r = subprocess.run([sys.executable, 'tests/suite.py', '-n99'], cwd=root, capture_output=True, text=True,
+                       env={**clean, 'MPCOURSE_REPORT': str(report), 'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1', **env})
+    assert r.returncode == 0, r.stderr
+    lines = [line.split(' ', 1) for line in report.read_text().splitlines()]
+    now = {name.partition('::test_')[2]: outcome for outcome, name in lines if outcome in ('passed', 'failed')}
+    return set(now), {name for name, outcome in now.items() if outcome == 'failed'}
 
 
 @pytest.fixture(scope='module')
 def tested(tmp_path_factory):
-    "The small project, with the two files that do the work, after its first run"
+    "The small project, with the files that do the work, after its first run"
     root = tmp_path_factory.mktemp('project')
     files = {**FILES, 'nbs/01_x.ipynb': notebook('# X', 'words'), 'nbs/02_y.ipynb': notebook('# Y')}
     for name, text in files.items():
-        (root/name).parent.mkdir(exist_ok=True)
+        (root/name).parent.mkdir(exist_ok=True, parents=True)
         (root/name).write_text(text)
-    (root/'tools').mkdir()
-    shutil.copy(ROOT/'tools/notebooks.py', root/'tools')
-    shutil.copy(ROOT/'tests/unchanged.py', root/'tests')
-    assert ran(root) == ALL
+    for name in ('suite', 'unchanged', 'reads', 'chromium'): shutil.copy(ROOT/f'tests/{name}.py', root/'tests')
+    assert ran(root) == (ALL, set())
     return root
 
 
@@ -60,32 +94,55 @@ def project(tested, tmp_path):
     return tmp_path/'project'
 
 
+def edit(project, name, old, new):
+    text = (project/name).read_text()
+    assert old in text
+    (project/name).write_text(text.replace(old, new, 1))
+
+
 @pytest.mark.parametrize('name, old, new, affected', [
     ('mpcourse/a.py', 'return 1', 'return 1  # a comment', set()),
-    ('mpcourse/a.py', 'return 1', 'return 1 + 0', ALL),
-    ('studies/rain.json', '1', '2', ALL),
-    ('tests/test_first.py', 'pass', 'assert True', {'a', 'b'}),
-    ('tests/test_third.py', 'pass', 'assert True', {'c', *READERS}),
-    ('nbs/01_x.ipynb', 'words', 'other words', {'all', 'of[01_x]'}),
-    ('_course/01_x.html', 'X', 'Y', {'all', 'of[01_x]'}),
-    ('nbs/01_x.ipynb', '# X', '# Z', READERS),
+    ('mpcourse/a.py', 'return 1', 'return 1 + 0', {'a', 'd', 'node'}),
+    ('mpcourse/c.py', '"2"', '"two"', {'b', 'child'}),
+    ('studies/rain.json', '1', '2', {'b', 'child'}),
+    ('tools/reader.py', 'assert', 'assert ""+', {'b', 'child'}),
+    ('studies/snow.json', '1', '2', set()),
+    ('mpcourse/live/x.mjs', '', ' ', {'d', 'node'}),
+    ('nbs/styles.css', 'p', 'q', set()),
+    ('tests/test_imports.py', '== 1', '== 1.', {'a', 'd', 'node'}),
+    ('tests/helper.py', 'read()', 'read() + ""', WHOLE | READERS),
+    ('nbs/01_x.ipynb', 'words', 'other words', WHOLE | {'of[01_x]'}),
+    ('nbs/02_y.ipynb', '# Y', '# Z', READERS),
+    ('_course/01_x.html', 'X', 'Y', WHOLE | {'of[01_x]'}),
     ('README.md', 'Two', 'Both', READERS)])
 def test_a_change_runs_what_it_can_have_changed(project, name, old, new, affected):
-    text = (project/name).read_text()
-    (project/name).write_text(text.replace(old, new, 1))
-    assert ran(project) == affected
-    assert ran(project) == set(), 'it passed, and nothing has changed since'
+    edit(project, name, old, new)
+    unknown = set() if 'test_' in name else UNKNOWN
+    assert ran(project) == (affected | unknown, set())
+    assert ran(project) == (set(), set()), 'it passed, and nothing has changed since'
 
 
-def test_what_failed_runs_again(project):
-    (project/'tests/test_new.py').write_text('def test_new(): assert False\n')
-    assert ran(project) == ran(project) == {'new'}
+def test_a_new_file_and_another_processor_run_all(project):
+    (project/'studies/new.json').write_text('1')
+    assert ran(project) == (ALL, set())
+    assert ran(project, OMP_NUM_THREADS='3') == (ALL, set())
 
 
-def test_what_reads_a_chapter_without_a_mark_is_named(request):
-    (ROOT/'settings.ini').read_text()
-    assert not unmarked(request.node)
-    (ROOT/'nbs/01_formats.ipynb').read_text()
-    assert '01_formats' in unmarked(request.node)
-    request.node.add_marker(pytest.mark.chapters('01_formats'))
-    assert not unmarked(request.node)
+def test_what_failed_runs_again_also_where_all_is_run(project):
+    (project/'tests/test_new.py').write_text("import os\ndef test_new(): assert 'BROKEN' not in os.environ\n")
+    assert ran(project) == ({'new'}, set())
+    everything = ran(project, ALL='1', BROKEN='1')
+    assert everything == ({*ALL, 'new', 'many[1]'}, {'new'}), 'all cases of a sweep, too'
+    assert ran(project, BROKEN='1') == ({'new'}, {'new'})
+    assert ran(project) == ({'new'}, set())
+    assert ran(project) == (set(), set())
+
+
+def test_a_file_that_breaks_off_fails_and_runs_again(project):
+    (project/'tests/test_new.py').write_text("import os\ndef test_one(): pass\ndef test_new(): os._exit(3)\n")
+    for _ in range(2): assert ran(project) == ({'one', ''}, {''})
+
+
+def test_a_test_that_names_chapters_reads_no_other(project):
+    edit(project, 'tests/test_chapters.py', "def test_two(): text('nbs/02_y", "def test_two(): text('nbs/01_x")
+    assert ran(project) == (READERS, {'two'})

@@ -1,120 +1,120 @@
-"""Leaves out tests that passed before with the same code: `make test` uses it, CI does not.
+"""What passed before, and with which files: `make test` leaves that out.
 
-A test is its file, the test files that this names, and everything else in the project and its environment but the chapters.
-A test marked `chapters` is the chapters, their pages and texts such as README, too: all of them, or those that
-the mark or a parameter names. `.green.json` keeps a fingerprint of each test that passed."""
-import importlib.metadata, json, os, re, sys
+`.green.json` keeps for each file of tests every file of the project that its process and its children opened (`reads.py`),
+and for each test a fingerprint of these, of the names of all files, and of the environment. A test that names chapters
+(`@pytest.mark.chapters('09_step')`, or a parameter) is not run again for a word in another one."""
+import ast, hashlib, json, os, re, shutil, sys, sysconfig
 from functools import cache
+from pathlib import Path
 
-from tools.notebooks import ROOT, bare, digest, read_text
+import chromium
 
+ROOT = Path(__file__).resolve().parent.parent
 GREEN = ROOT/'.green.json'
-FOLDERS = '.ci', '.github', 'bench', 'mpcourse', 'nbs', 'studies', 'tests', 'tools'
-NBS = sorted((ROOT/'nbs').glob('*.ipynb'))
-TESTS = {p.stem: p for p in (ROOT/'tests').rglob('test_*.py')}
-TEXTS = sorted([*ROOT.glob('*.md'), *(ROOT/'tests').glob('*.md')])
-MADE = re.compile(r'__pycache__|_checkpoints|\.partial\.|\.tmp$')
+FOLDERS = '.ci', '.github', 'bench', 'mpcourse', 'nbs', 'studies', 'tests', 'tools', '_course'
+MADE = re.compile(r'__pycache__|_checkpoints|\.partial\.|\.tmp$|tests/(promises/)?test_\w+\.py$|_course/.*(?<!\.html)$')
+CHAPTER = re.compile(r'(?:nbs|_course)/(\w+)\.(?:ipynb|html)$')
+SETTINGS = re.compile(r'MPCOURSE_(?!READ|REPORT|FORKS)|FUZZ|PYTHON|TORCH_|CUDA|OMP_|MKL_|OPENBLAS|ATEN|DNNL|ONEDNN|NUMEXPR')
+EVERYTHING = '*'
+# what programs other than Python read of the project; others may have read everything
+PROGRAMS = dict(node=('mpcourse/live/', 'tests/live.mjs'), npm=(), uname=(), lscpu=(), ldconfig=(), cat=(), ps=(), gcc=(), **{'g++': ()})
 
 
 # --- fingerprints ---
 
-@cache
-def fingerprint(path):
-    "Of a file; of a module, what runs"
-    if not path.exists(): return ''
-    if path.suffix == '.py' and path.parent.name == 'mpcourse': return digest(bare(read_text(path)))
-    return digest(path.read_bytes().hex(), str(path.stat().st_mode))
+def digest(*parts): return hashlib.sha256('\0'.join(parts).encode()).hexdigest()[:12]
 
 
 @cache
-def everything_else():
-    "Of Python, the packages here, and all files but tests, chapters and texts"
+def fingerprint(path, imported=False):
+    "Of a file; of a module that is only imported, what runs, which a comment is not"
+    file = ROOT/path
+    if not file.is_file(): return ''
+    if imported: return digest(ast.dump(ast.parse(file.read_bytes())))
+    return digest(file.read_bytes().hex(), str(file.stat().st_mode))
+
+
+@cache
+def names():
+    "All files but those of tests, which come and go without the others, and what is made"
     files = [p for p in ROOT.iterdir() if not p.name.startswith('.')]
     for folder in FOLDERS: files += (ROOT/folder).rglob('*')
-    others = set(files) - {*NBS, *TEXTS, *TESTS.values()}
-    others = sorted(p for p in others if p.is_file() and not MADE.search(str(p)))
-    names = [p.relative_to(ROOT).as_posix() for p in others]
-    packages = sorted({f'{d.name} {d.version}' for d in importlib.metadata.distributions()})
-    return digest(sys.version, *packages, *names, *map(fingerprint, others))
+    found = (p.relative_to(ROOT).as_posix() for p in files if p.is_file())
+    return sorted(name for name in found if not MADE.search(name))
 
 
 @cache
-def test_files(path):
-    "Of a file of tests, and those that it names"
-    files, todo = set(), [path]
-    while todo:
-        file = todo.pop()
-        if file in files: continue
-        files.add(file)
-        text = read_text(file)
-        todo += [TESTS[word] for word in re.findall(r'\btest_\w+', text) if word in TESTS]
-        if 'mission.md' in text: todo += TESTS.values()     # which names tests of all files
-    return digest(*map(fingerprint, sorted(files)))
+def environment():
+    "Python, the packages, the processor, a browser, and the variables that reach arithmetic or tests"
+    packages = sorted(p.name for p in Path(sysconfig.get_path('purelib')).glob('*.dist-info'))
+    cpu = Path('/proc/cpuinfo')
+    processor = re.findall(r'^(?:model name|flags|CPU part)\s*: (.*)', cpu.read_text(), re.M)[:2] if cpu.exists() else []
+    settings = [f'{k}={v}' for k, v in sorted(os.environ.items()) if SETTINGS.match(k)]
+    programs = [str(p) for p in (chromium.find(), *map(shutil.which, ('node', 'quarto'))) if p]
+    programs += [f'{os.stat(p).st_size} {os.stat(p).st_mtime}' for p in programs]
+    gpu = str(Path('/dev/nvidia0').exists())
+    return digest(sys.version, *packages, *processor, *settings, *programs, gpu, *names())
 
 
 @cache
 def headings():
     "Of all chapters' headings, to which pages link"
-    return digest(*(line for p in NBS for line in re.findall(r'^ *"#+ .*', read_text(p), re.M)))
+    files = sorted((ROOT/'nbs').glob('*.ipynb'))
+    return digest(*(line for p in files for line in re.findall(r'^ *"#+ .*', p.read_text(encoding='utf-8'), re.M)))
 
 
-@cache
-def chapters(stems):
-    "Of chapters with their pages, and of all texts"
-    files = [f for stem in stems for f in (ROOT/f'nbs/{stem}.ipynb', ROOT/f'_course/{stem}.html')]
-    return digest(headings(), *map(fingerprint, [*files, *TEXTS]))
+def stamp(reads, stems=None):
+    "Of the files that were read; without the chapters that a test does not name, if it names some"
+    parts = [environment()]
+    for path, kind in sorted(reads.items()):
+        chapter = CHAPTER.match(path)
+        if stems and chapter and chapter[1] not in stems: continue
+        parts.append(f'{path} {fingerprint(path, kind == "i")}')
+    if stems: parts.append(headings())
+    return digest(*parts)
 
 
-def chapters_of(item):
-    "The stems of the chapters that a test reads"
-    known = {p.stem for p in NBS}
-    marks = list(item.iter_markers('chapters'))
-    params = item.callspec.params.values() if hasattr(item, 'callspec') else []
-    named = {str(getattr(p, 'stem', p)) for p in params}.union(*(mark.args for mark in marks))
-    if named & known: return tuple(sorted(named & known))
-    return tuple(sorted(known)) if marks else ()
-
-
-def stamp(item):
-    "The fingerprint of a test"
-    stems = chapters_of(item)
-    return digest(everything_else(), test_files(item.path), chapters(stems) if stems else '')
-
-
-# --- hooks of pytest ---
+# --- what is kept ---
 
 def kept():
-    "The fingerprints of tests that passed, by environment and test"
-    return json.loads(GREEN.read_text()) if GREEN.exists() else {}
+    "What passed in this environment: {file of tests: its reads, its stamp, its tests}"
+    return json.loads(GREEN.read_text()).get(sys.prefix, {}) if GREEN.exists() else {}
 
 
-def pytest_collection_modifyitems(config, items):
-    "Leave out those that passed with the fingerprint that they have now"
-    green = kept().get(sys.prefix, {})
-    changed, same = [], []
-    for item in items:
-        now = stamp(item)
-        item.user_properties.append(('stamp', now))
-        (same if green.get(item.nodeid) == now else changed).append(item)
-    items[:] = changed
-    config.hook.pytest_deselected(items=same)
-    if os.environ.get('PYTEST_XDIST_WORKER', 'gw0') != 'gw0': return     # all workers find the same
-    with open(os.environ['MPCOURSE_REPORT'], 'a') as f: f.write('unchanged\n'*len(same))
+def keep(entries):
+    "Write down what became of some files of tests, or of stages"
+    green = json.loads(GREEN.read_text()) if GREEN.exists() else {}
+    mine = {**green.get(sys.prefix, {}), **entries}
+    green[sys.prefix] = {name: entry for name, entry in mine.items() if entry}
+    GREEN.write_text(json.dumps(green))
 
 
-passed = {}
+def unchanged(entry):
+    "The tests of a file that passed, or were skipped, with the files of today: {id: what to count}"
+    stamps = cache(lambda stems: stamp(entry['reads'], stems))
+    same = [name for name, (_, stems, then) in entry['tests'].items() if stamps(tuple(stems)) == then]
+    return {name: 'unchanged' if entry['tests'][name][0] == 'passed' else entry['tests'][name][0] for name in same}
 
 
-def pytest_runtest_logreport(report):
-    "Note the fingerprint of a test that passed"
-    if report.outcome == 'failed': passed.pop(report.nodeid, None)
-    elif report.when == 'call' and report.outcome == 'passed':
-        passed[report.nodeid] = dict(report.user_properties)['stamp']
+def reads_of(notes):
+    "The notes of `reads.py`: {path: 'i' or 'r'}"
+    reads = {}
+    for line in sorted(notes.splitlines()):     # r after i
+        kind, _, what = line.partition(' ')
+        if kind != 'x': reads[what] = kind
+        else: reads |= dict.fromkeys(filter(lambda n: n.startswith(PROGRAMS[what]) if what in PROGRAMS else True, names()), 'r')
+    return reads
 
 
-def pytest_sessionfinish(session):
-    "Write them down, once"
-    if 'PYTEST_XDIST_WORKER' in os.environ: return
-    green = kept()
-    green[sys.prefix] = {**green.get(sys.prefix, {}), **passed}
-    GREEN.write_text(json.dumps(green, indent=0))
+def entry_of(old, reads, results, started):
+    """What to keep of a file of tests: old is what was kept, results {id: (outcome, stems)} of those that ran now.
+    Nothing of a file that was edited after the start, since nobody knows which text was read"""
+    left = unchanged(old) if old else {}
+    if set(left) - set(results): reads = {**reads, **old['reads'], **{p: k for p, k in reads.items() if k == 'r'}}
+    if any((ROOT/p).exists() and (ROOT/p).stat().st_mtime > started for p in reads): return None
+    stems = {name: old['tests'][name][1] for name in left} | {name: s for name, (_, s) in results.items()}
+    outcomes = {name: old['tests'][name][0] for name in left} | {name: outcome for name, (outcome, _) in results.items()}
+    stamps = cache(lambda stems: stamp(reads, stems))
+    tests = {name: (outcome, stems[name], stamps(tuple(stems[name])))
+             for name, outcome in outcomes.items() if outcome != 'failed'}
+    return dict(reads=reads, tests=tests, stamp='' if 'failed' in outcomes.values() else stamp(reads))
