@@ -83,7 +83,8 @@ TABLES = { # notebook -> the heading of a cell, and what makes the table below i
 
 
 def dumps(nb):
-    "A notebook as its file has it"
+    "A notebook as its file has it: sources in lines, as nbformat writes them"
+    for cell in nb['cells']: cell['source'] = ''.join(cell['source']).splitlines(True)
     return json.dumps(nb, indent=1, ensure_ascii=False) + '\n'
 
 
