@@ -14,6 +14,7 @@ FIRST_LOSSES = 5
 
 def as_number(value):
     "A float, or None for what is no number"
+    if hasattr(value, 'detach'): value = value.detach()
     try: return float(value)
     except Exception: return None
 
