@@ -55,7 +55,8 @@ def note(event, args):
         program, argv, _, env = args
         argv = [argv] if isinstance(argv, (str, bytes, os.PathLike)) else list(argv)
         program = os.fsdecode(program or argv[0])
-        if not is_traced(program, list(map(os.fsdecode, argv)), env): write('x', os.path.basename(program))
+        argv = list(map(os.fsdecode, argv))
+        if not is_traced(program, argv, env): write('x', os.path.basename(program) + ' -S'*('-S' in argv[1:3]))
     elif event in ('os.system', 'os.exec', 'os.posix_spawn'): write('x', event)
 
 

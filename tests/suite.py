@@ -190,8 +190,8 @@ def finish(job, folder, old, started, seconds):
     if not fine:
         tell({file: 'failed'})
         print(f'FAILED: {file} broke off')
-    lines = log.strip().splitlines() or ['']
-    print(log if bad or not fine else f'{file}: {lines[-1]}', flush=True)
+    counts = Counter(outcome for outcome, _ in tests.values())
+    print(log if bad or not fine else f'{file}: {", ".join(f"{n} {outcome}" for outcome, n in counts.items())} in {sum(slow.values()):.0f} s', flush=True)
     seconds.update(slow)
     if not fine or options: return None
     entry = U.entry_of(old, U.reads_of((folder/'notes').read_text()), tests, started)

@@ -63,7 +63,7 @@ def notebook(*lines): return json.dumps(dict(cells=[dict(cell_type='markdown', s
 
 def ran(root, **env):
     "The tests that `make test` runs now, and those of them that fail"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(('PYTEST', 'PYTHONPATH', 'MPCOURSE', 'CI', 'ALL'))}
+    clean = {k: v for k, v in os.environ.items() if k.startswith('MPCOURSE_READ') or not k.startswith(('PYTEST', 'PYTHONPATH', 'MPCOURSE', 'CI', 'ALL'))}
     report = root.parent/f'{root.name}.report'
     report.unlink(missing_ok=True)
     r = subprocess.run([sys.executable, 'tests/suite.py', '-n99'], cwd=root, capture_output=True, text=True,

@@ -15,9 +15,9 @@ FOLDERS = '.ci', '.github', 'bench', 'mpcourse', 'nbs', 'studies', 'tests', 'too
 MADE = re.compile(r'__pycache__|_checkpoints|\.partial\.|\.tmp$|tests/(promises/)?test_\w+\.py$|_course/.*(?<!\.html)$')
 CHAPTER = re.compile(r'(?:nbs|_course)/(\w+)\.(?:ipynb|html)$')
 SETTINGS = re.compile(r'MPCOURSE_(?!READ|REPORT|FORKS)|FUZZ|PYTHON|TORCH_|CUDA|OMP_|MKL_|OPENBLAS|ATEN|DNNL|ONEDNN|NUMEXPR')
-EVERYTHING = '*'
 # what programs other than Python read of the project; others may have read everything
-PROGRAMS = dict(node=('mpcourse/live/', 'tests/live.mjs'), npm=(), uname=(), lscpu=(), ldconfig=(), cat=(), ps=(), gcc=(), **{'g++': ()})
+PROGRAMS = {'node': ('mpcourse/live/', 'tests/live.mjs'), 'python -S': ('mpcourse/',), 'make': ('Makefile', 'settings.ini')}
+PROGRAMS |= dict.fromkeys('npm git uname lscpu lsb_release ldconfig rustc cat ps gcc g++ mount umount'.split(), ())
 
 
 # --- fingerprints ---
