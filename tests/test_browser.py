@@ -86,6 +86,7 @@ def test_live_figures_are_drawn_offline(browser, course_pages, path):
     finally: page.close()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 @pytest.mark.parametrize('path', [p for p in NBS if p.stem in ('index', '01_formats', '07_master', '14_simulator', '15_monitor')], ids=lambda p: p.stem)
 def test_no_barrier_on_a_phone(browser, course_pages, path, scheme):
@@ -286,6 +287,7 @@ def slides(page, widget, handle):
 
 
 # all widgets are made by `explore` or `Live`, and each is moved on its page above: a chapter of few seconds stands for them here
+@pytest.mark.sweep(0)
 @pytest.mark.parametrize('path', [p for p in WIDGETS if p.stem == '90_plots'], ids=lambda p: p.stem)
 def test_sliders_move_in_jupyterlab(browser, lab, path):
     page = browser.new_page()
@@ -306,6 +308,7 @@ def test_sliders_move_in_jupyterlab(browser, lab, path):
     finally: page.close()
 
 
+@pytest.mark.sweep(0)
 @pytest.mark.chapters('90_plots')
 def test_arrow_keys_move_a_figure_and_not_the_notebook_in_jupyterlab(browser, lab):
     page = browser.new_page()

@@ -429,3 +429,13 @@ def test_workflows_name_actions_by_commit_and_mix_no_second_index():
 def test_what_a_mutant_changes_stands_in_the_code():
     from tools.mutants import M, check_texts
     assert check_texts(M) == []
+
+
+# --- slides ---
+
+@pytest.mark.parametrize('path', [p for p in CHAPTERS if p.stem[:2] in '01 02 04 05 07 08 09 10'.split()], ids=lambda p: p.stem)
+def test_code_on_slides_is_the_code_of_the_chapter(path):
+    from tools.slides import narrow, tagged
+    codes = [''.join(c['source']) for c in CELLS[path] if c['id'] in tagged(path)]
+    assert 3 <= len(codes) <= 8
+    for code in codes: assert ast.dump(ast.parse(narrow(code))) == ast.dump(ast.parse(code))

@@ -58,7 +58,7 @@ UNKNOWN = {'e', 'untraced'}     # programs that may have read anything but tests
 ALL = {'a', 'b', 'child', 'd', 'node', *UNKNOWN, *READERS}
 
 
-def notebook(*lines): return json.dumps(dict(cells=[dict(cell_type='markdown', source=lines)]), indent=1)
+def notebook(*lines): return json.dumps(dict(cells=[dict(cell_type='markdown', source=[f'{line}\n' for line in lines])]), indent=1)
 
 
 def ran(root, **env):

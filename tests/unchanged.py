@@ -59,8 +59,9 @@ def environment():
 @cache
 def headings():
     "Of all chapters' headings, to which pages link"
-    files = sorted((ROOT/'nbs').glob('*.ipynb'))
-    return digest(*(line for p in files for line in re.findall(r'^ *"#+ .*', p.read_text(encoding='utf-8'), re.M)))
+    cells = [c for p in sorted((ROOT/'nbs').glob('*.ipynb')) for c in json.loads(p.read_bytes())['cells']]
+    texts = (''.join(c['source']) for c in cells if c['cell_type'] == 'markdown')
+    return digest(*(line for text in texts for line in text.splitlines() if line.startswith('#')))
 
 
 def stamp(reads, stems=None):

@@ -13,7 +13,7 @@ MODULES = ('IPython.display', 'ipykernel.kernelapp', 'ipykernel.ipkernel', 'ipyk
            'fastai.callback.all', 'tqdm.auto')
 # as a kernel tells matplotlib, before its import
 INLINE = 'module://matplotlib_inline.backend_inline'
-FEWEST = 3      # chapters: for fewer, the imports of all would take longer than their own
+FEWEST = 5      # chapters: for fewer, the imports of all would take longer than their own
 
 
 # --- the process that forks ---
