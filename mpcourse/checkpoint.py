@@ -18,6 +18,8 @@ import numpy as np
 import torch, torch.distributed as dist
 from fastcore.foundation import L
 from torch import nn, Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
 
 from .master import group_params, inner_optimizer
 from .scaler import warn_user
@@ -33,13 +35,23 @@ except ImportError: # a plain loop needs no fastai
     Callback = Learner = object
 
 # %% ../nbs/86_checkpoint.ipynb #94551c98
+def _device_generators():
+    "Of the accelerators that this process uses: (what reads their states, what sets them)"
+    out = {}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        out['cuda'] = torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all
+    if torch.xpu.is_available() and torch.xpu.is_initialized():
+        out['xpu'] = torch.xpu.get_rng_state_all, torch.xpu.set_rng_state_all
+    if torch.backends.mps.is_available():
+        out['mps'] = torch.mps.get_rng_state, torch.mps.set_rng_state
+    return out
+
 def random_states(
     *more, # generators like Python's `random.Random`, besides the four kinds
 )->dict: # of all generators that a training may draw from
     "The states of all random generators"
     out = dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        out['cuda'] = torch.cuda.get_rng_state_all()
+    for device, (get, _) in _device_generators().items(): out[device] = get()
     return out | dict(more=[rng.getstate() for rng in more])
 
 def set_random_states(
@@ -50,7 +62,8 @@ def set_random_states(
     random.setstate(states['python'])
     np.random.set_state(states['numpy'])
     torch.set_rng_state(states['torch'])
-    if 'cuda' in states: torch.cuda.set_rng_state_all(states['cuda'])
+    for device, (_, set_state) in _device_generators().items():
+        if device in states: set_state(states[device])
     for rng, state in zip(more, states['more']): rng.setstate(state)
 
 # %% ../nbs/86_checkpoint.ipynb #8ac803d5
@@ -97,6 +110,13 @@ def _plain_list(x, name):
     if len(kinds) != 1 or False in kinds: return x
     return {_KIND: 'tensors', 'of': torch.stack(x)}
 
+def _wrapper(x, name):
+    "A tensor made of others, such as a quantised one; torch.load reads kinds that their package has registered"
+    if type(x) not in torch.serialization.get_safe_globals(): raise TypeError(
+        f'{name} is a {type(x).__name__}, which torch.load reads only after '
+        'torch.serialization.add_safe_globals: call it with this class, or save plain tensors.')
+    return x.detach()
+
 def encode(
     x, # in lists, dicts, tuples, sets and deques of any depth
     name:str='it', # for the error
@@ -105,6 +125,7 @@ def encode(
     if type(x) in _READABLE: return x
     if isinstance(x, np.generic): return x.item()
     if isinstance(x, np.ndarray): return {_KIND: 'array', 'of': torch.from_numpy(x.copy())}
+    if is_traceable_wrapper_subclass(x): return _wrapper(x, name)
     if isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
         return x.detach().as_subclass(Tensor)
     if isinstance(x, dict): return {encode(k, name): encode(v, f'{name}.{k}') for k, v in x.items()}
@@ -231,10 +252,22 @@ def _load_all(doc, model, opt, scaler):
     before = {name: deepcopy(part.state_dict()) for name, part in parts.items()}
     try:
         for name, part in parts.items(): part.load_state_dict(doc[name])
-        opt.load_state_dict(doc['opt']) # last: it checks all before it changes any
+        _load_optimizer(opt, doc['opt']) # last: it checks all before it changes any
     except Exception:
         for name, part in parts.items(): part.load_state_dict(before[name])
         raise
+
+def _as_saved(loaded, saved):
+    if not isinstance(saved, Tensor) or loaded.dtype == saved.dtype: return loaded
+    return saved.to(loaded.device)
+
+def _load_optimizer(opt, saved):
+    "Load its state; torch casts every tensor to the dtype of its weight, which is undone"
+    opt.load_state_dict(saved)
+    if not isinstance(opt, torch.optim.Optimizer): return
+    ids = chain(*(group['params'] for group in saved['param_groups']))
+    for i, p in zip(ids, chain(*group_params(opt))):
+        if i in saved['state']: opt.state[p] = tree_map(_as_saved, opt.state[p], saved['state'][i])
 
 def load_training_state(
     path:str|Path, # of a file that `save_training_state` wrote
@@ -414,10 +447,10 @@ class CheckpointCB(Callback):
             _locks[self.place] = open_locked(path.with_name(f'{path.name}.lock'))
         n = _fits[self.place]
         self.file = fit_file(path, n)
-        if n and self.place in _open: warn_user(
+        if self.place in _open and (n or self.file.exists()): warn_user(
             f'A fit at {self.path} was stopped in this process, and this one goes on from its '
-            f'file, {self.file.name}, as fit {n + 1}. If the script was begun again with its '
-            'first fit, stop it and restart the kernel.')
+            f'file, {self.file.name}, as fit {n + 1}, with its weights. If the script was begun '
+            'again with another fit, stop it: restart the kernel, or give another path.')
         _open.add(self.place)
         hypers = list(map(dict, learn.opt.hypers))
         self.arguments = dict(epochs=learn.n_epoch, batches=len(learn.dls.train),

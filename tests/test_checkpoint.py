@@ -372,8 +372,8 @@ def test_ctrl_c_in_the_second_fit(tmp_path):
     assert seen[0] == 'fit' and seen[1:] == list(range(seen[1], 24)) and seen[1] > 12
 
 
-def test_a_cell_with_two_fits_that_is_run_again_after_ctrl_c_warns(tmp_path):
-    "The kernel counts on: its first fit takes the second one's file. A first fit that was stopped is no question"
+def test_a_cell_that_is_run_again_after_ctrl_c_says_whose_weights_it_takes(tmp_path):
+    "The same script, or another Learner at its path? And the kernel counts on: a first fit takes the second one's file"
     path = tmp_path/'run.pt'
     def cell(at=None):
         learn = classes(path, every=2)
@@ -382,9 +382,10 @@ def test_a_cell_with_two_fits_that_is_run_again_after_ctrl_c_warns(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         with pytest.raises(KeyboardInterrupt): cell(5)
+    with pytest.warns(UserWarning, match='goes on from its file, run.pt, as fit 1') as first:
         with pytest.raises(KeyboardInterrupt): cell(20)
-    with pytest.warns(UserWarning, match='restart the kernel') as told: cell()
-    assert len(told) == 1 and 'run.fit2.pt' in str(told[0].message)
+    with pytest.warns(UserWarning, match='goes on from its file, run.fit2.pt, as fit 2') as second: cell()
+    assert len(first) == len(second) == 1 and 'give another path' in str(second[0].message)
 
 
 def test_a_new_first_fit_makes_the_files_of_later_ones_void(tmp_path):
@@ -749,3 +750,64 @@ def test_a_scaler_too_many_or_a_file_too_few(tmp_path):
     save_training_state(tmp_path/'s.pt', net, opt, StaticScaler())
     with pytest.raises(ValueError): load_training_state(tmp_path/'s.pt', net, opt)
     with pytest.raises(FileNotFoundError): load_training_state(tmp_path/'t.pt', net, opt)
+
+
+class HalfMemory(torch.optim.Optimizer):
+    "Momentum kept in a dtype of its own, one of them in a list"
+    def __init__(self, params, dtype): super().__init__(params, dict(lr=.05)); self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]['params']:
+            s = self.state[p]
+            if not s: s.update(m=torch.zeros_like(p, dtype=self.dtype), more=[torch.zeros_like(p, dtype=self.dtype), 7])
+            for m in s['m'], s['more'][0]:
+                m.copy_(m.float().lerp(p.grad.float(), .1))
+                p.copy_(p.float() - .05*m.float())
+
+
+def adafactor(params, dtype): return pytest.importorskip('transformers.optimization').Adafactor(params, lr=1e-2, scale_parameter=False, relative_step=False)
+def eight_bits(params, dtype): return pytest.importorskip('torchao.optim').AdamW8bit(params, lr=1e-2)
+
+
+@pytest.mark.parametrize('make, weights, state', [
+    (HalfMemory, torch.bfloat16, torch.float32), (HalfMemory, torch.float32, torch.bfloat16), (HalfMemory, torch.float32, torch.float64),
+    (adafactor, torch.bfloat16, None), (eight_bits, torch.float32, None)])
+def test_the_optimizers_state_keeps_its_dtype(make, weights, state, tmp_path):
+    "torch gives it the dtype of its weight"
+    def life(seed):
+        torch.manual_seed(seed)
+        net = nn.Linear(128, 64).to(weights)
+        return net, make(net.parameters(), state)
+    def train(net, opt, xs):
+        for x in xs:
+            opt.zero_grad()
+            net(x).float().square().mean().backward()
+            opt.step()
+    xs = torch.randn(20, 16, 128, generator=torch.Generator().manual_seed(1)).to(weights)
+    (net, opt), (other, there) = life(0), life(1)
+    train(net, opt, xs[:10])
+    save_training_state(tmp_path/'s.pt', net, opt)
+    load_training_state(tmp_path/'s.pt', other, there)
+    for one in (net, opt), (other, there): train(*one, xs[10:])
+    assert equal(net, other) and not torch.equal(net.weight, life(0)[0].weight)
+
+
+def test_generators_of_apples_gpus_are_saved(tmp_path, monkeypatch):
+    net, opt = small()
+    states, asked = [torch.arange(3, dtype=torch.uint8)], []
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.mps, 'get_rng_state', lambda: states[0])
+    monkeypatch.setattr(torch.mps, 'set_rng_state', asked.append)
+    save_training_state(tmp_path/'s.pt', net, opt)
+    load_training_state(tmp_path/'s.pt', net, opt)
+    assert torch.equal(asked[0], states[0])
+    monkeypatch.undo()
+    load_training_state(tmp_path/'s.pt', net, opt)      # on a machine without one
+
+
+def test_a_kind_of_tensor_that_torch_does_not_load_is_named(tmp_path):
+    from torch.testing._internal.two_tensor import TwoTensor
+    net, opt = small()
+    with pytest.raises(TypeError, match='extra.t is a TwoTensor, which torch.load reads only after'):
+        save_training_state(tmp_path/'s.pt', net, opt, t=TwoTensor(torch.ones(2), torch.ones(2)))
