@@ -216,7 +216,7 @@ class MixedPrecisionCB(HalfPrecisionCB):
     "Train a Learner in FP16 with any loss scaler, or in BF16"
     def __init__(self,
         scaler:LossScaler|None=None, # the policy; FP16 needs one, BF16 none
-        dtype:str|torch.dtype='fp16', # 'fp16' or 'bf16'
+        dtype:str|torch.dtype|None=None, # 'fp16' or 'bf16'; None: FP16 with a scaler, BF16 without
         compute:Callable|None=None, # context of both passes; None: `fp32_accumulate` on a CPU only
         group:object=None, # process group that decides together; None: all ranks, if there are any
     ):
@@ -305,7 +305,7 @@ def validate_no_fastai_mixed(
 @patch
 def to_mixed(self:Learner,
     scaler:LossScaler|None=None, # the policy; FP16 needs one, BF16 none
-    dtype:str|torch.dtype='fp16', # 'fp16' or 'bf16'
+    dtype:str|torch.dtype|None=None, # 'fp16' or 'bf16'; None: FP16 with a scaler, BF16 without
     **kwargs, # for `MixedPrecisionCB`
 )->Learner: # itself
     "Train in mixed precision from now on"

@@ -420,6 +420,7 @@ class _Products(torch.overrides.TorchFunctionMode):
         if name == '_grouped_mm':
             options = [v for k, v in kwargs.items() if k != 'offs' and v is not None]
             if len(args) not in (2, 3) or args[1].dim() != 3 or options: return False
+        if name == 'linear' or name in _CONVOLUTIONS: args = (*args, *kwargs.values())
         tensors = [a for a in args if isinstance(a, Tensor)]
         strided = all(t.layout is torch.strided for t in tensors)
         return tensors and tensors[0].is_floating_point() and strided
@@ -447,7 +448,7 @@ def call(self:Recipe,
 )->object: # what it returns
     "Call a torch function as within a converted model; scales are not delayed"
     mode = _Products(attention=True)
-    with mode.at('', self): return mode.__torch_function__(func, (), args, kwargs)
+    with mode.at('', self), _Watch(mode): return mode.__torch_function__(func, (), args, kwargs)
 
 # %% ../nbs/27_fp8.ipynb #85209086
 _REFUSAL = (

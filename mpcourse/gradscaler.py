@@ -7,9 +7,9 @@ __all__ = ['GradScaler']
 
 # %% ../nbs/11_gradscaler.ipynb #054b7808
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from fastcore.basics import patch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from .dynamic import DynamicScaler, from_torch
+from .master import group_params
 from .scaler import LossScaler, validate_scale, warn_user
 from .step import decision_group, LOOK_EVERY, named_gradients, nonfinite_names
 from .step import StepController, supports_found_inf
@@ -132,6 +133,15 @@ def _lazy_init_scale_growth_tracker(self:GradScaler, dev):
     self._ready = True
     self._device = self._device or torch.device(dev).type
 
+def _validate_losses(x):
+    "A loss, or a list or tuple of them; TypeError for a mapping, whose names torch would scale"
+    if isinstance(x, torch.Tensor) or not isinstance(x, Iterable): return x
+    if isinstance(x, Mapping|str): raise TypeError(
+        f'scale() takes a loss or a list of losses, and this is {x!r:.60}: '
+        'give one of its values, such as outputs["loss"].')
+    losses = list(map(_validate_losses, x))                  # a generator would be read twice
+    return tuple(losses) if isinstance(x, tuple) else losses
+
 @patch
 def scale(self:GradScaler,
     outputs:torch.Tensor|Iterable, # a loss, or a list, tuple or iterable of them
@@ -140,8 +150,7 @@ def scale(self:GradScaler,
     if not self._enabled: return outputs
     if self.controller is None:
         self.controller = StepController(self.policy, self.model, self.group)
-    if isinstance(outputs, Iterable) and not isinstance(outputs, (torch.Tensor, list, tuple)):
-        outputs = list(outputs)                              # a generator is read twice
+    outputs = _validate_losses(outputs)
     scaled = torch.amp.GradScaler.scale(self, outputs)
     self.controller.see_loss(outputs)
     return scaled
@@ -149,10 +158,30 @@ def scale(self:GradScaler,
 # %% ../nbs/11_gradscaler.ipynb #a092ad4a
 def _numbers(g): return g.coalesce()._values() if g.is_sparse else g
 
+def _gradients_now(optimizer):
+    "Each gradient that it will use, and how often that was written to"
+    grads = (p.grad for ps in group_params(optimizer) for p in ps)
+    return {id(g): (ref(g), g._version) for g in grads if g is not None}
+
+@patch
+def _validate_unscaled_once(self:GradScaler, optimizer, state):
+    "ValueError if another optimizer has unscaled the same gradient"
+    others = [s['unscaled'] for s in self._per_optimizer_states.values() if s is not state and 'unscaled' in s]
+    if not others: return
+    for g, version in _gradients_now(optimizer).values():
+        if any(then.get(id(g())) == (g, version) for then in others): raise ValueError(
+            f'A weight is in two optimizers, and this {type(optimizer).__name__} would unscale its '
+            'gradient a second time: give each weight to one optimizer, or call zero_grad() and '
+            'backward() in between.')
+
 @patch
 def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16):
     "Called whenever torch unscales: count for the policy, check, unscale, and add up over ranks"
     controller = self.controller
+    controller.count_on(optimizer)
+    self.last_outcome = None                                 # it was the last step's
+    state = self._per_optimizer_states[id(optimizer)]
+    self._validate_unscaled_once(optimizer, state)
     torchs = torch.amp.GradScaler._unscale_grads_
     alone = decision_group(self.group, self.model) is None
     if controller.counted:
@@ -167,7 +196,8 @@ def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16
     for flag in flags[1:]: found = found + flag.to(found.device)
     controller.add(dict(found_inf=found))
     seen = controller.gather()
-    self._per_optimizer_states[id(optimizer)]['seen'] = seen
+    state['seen'] = seen
+    state['unscaled'] = _gradients_now(optimizer)
     of_loss = dict(controller.stats)                         # the next optimizer needs it, too
     controller.reset()
     for n in ('loss_nonfinite', ('amax', 'loss')):
@@ -200,6 +230,7 @@ def step(self:GradScaler,
     optimizer._step_supports_amp_scaling = supports_found_inf(optimizer)
     try: return torchs(self, optimizer, *args, **kwargs)
     finally:
+        self._per_optimizer_states[id(optimizer)]['unscaled'] = _gradients_now(optimizer)
         optimizer._step_supports_amp_scaling = True
         for n in ('grad_scale', 'found_inf'): vars(optimizer).pop(n, None) # after an exception, too
 

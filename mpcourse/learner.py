@@ -99,7 +99,7 @@ class MonitorCB(ContextCB):
 @patch
 def switch(self:MixedPrecisionCB,
     scaler:LossScaler|None=None, # the policy from the next batch on; BF16 takes none
-    dtype:str|torch.dtype='fp16', # or 'bf16'
+    dtype:str|torch.dtype|None=None, # 'fp16' or 'bf16'; None: FP16 with a scaler, BF16 without
 ):
     "Change the scheme during a fit, between two batches; accumulated gradients are dropped"
     self.dtype = validate_scheme(dtype, scaler)

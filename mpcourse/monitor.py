@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .master import inner_optimizer
 from .plots import Log2Hist
-from .scaler import LossScaler
+from .scaler import graph_nodes, LossScaler
 
 # %% ../nbs/15_monitor.ipynb #18m00026
 class OwnedHook:
@@ -68,8 +68,10 @@ def match_names(
     names = list(names)
     if patterns is None: return names
     if isinstance(patterns, str): patterns = [patterns]
+    if not patterns: raise ValueError(
+        f'{patterns!r} chooses no {what}: give a pattern, or None for all of them.')
     chosen = set()
-    for p in patterns or ['']:                              # a list without patterns is refused
+    for p in patterns:
         found = [n for n in names if fnmatchcase(n, p)]
         if not found: raise ValueError(f'{p!r} matches no {what}: there are {", ".join(names)}.')
         chosen.update(found)
@@ -273,6 +275,11 @@ def inverse_scale(
     return 1/(scaler.get_scale() if now is None else now)
 
 # %% ../nbs/15_monitor.ipynb #18m00050
+def _is_added_to(leaf):
+    "Will the running backward pass add to the `.grad` of this leaf?"
+    try: return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError: return False       # autograd.grad, by this leaf
+
 class StepSums(TensorHooks):
     "What one training step shows of its tensors: sums over micro-batches that were not dropped"
     def __init__(self, model, kinds, names, types=None, scaler=None, hist=False):
@@ -301,6 +308,7 @@ class StepSums(TensorHooks):
 
     def show(self, name, kind, t):
         "Measure what is hooked"
+        if kind == 'activation_grad' and not self.trains(): return
         with torch.no_grad(), _disable_current_modes(): self.measure(name, kind, t)
 
     def forget(self):
@@ -308,6 +316,8 @@ class StepSums(TensorHooks):
         self.rows = {}              # (name, kind): sums
         self.factors = {}           # name: what takes the scale out; None: of all other gradients
         self.passes = [{}]          # rows of forward passes, until a gradient comes back
+        self.leaves = []            # the nodes at which the model's graphs begin
+        self.task, self.adds = -1, False    # the running backward pass, and whether it trains
         self.differentiated = False
 
     def begin(self, module, args, kwargs):
@@ -321,11 +331,22 @@ class StepSums(TensorHooks):
 
     def end(self, module, args, out):
         "Hook the outputs, to know when a gradient comes back into this pass"
+        self.leaves += [n for n in graph_nodes(out) if 'AccumulateGrad' in n.name()]
         for _, t in named_tensors('', out):
-            if t.requires_grad: t.register_hook(OwnedHook(self, 'count', self.passes[-1]))
+            if t.requires_grad: t.register_hook(OwnedHook(self, 'returned', self.passes[-1]))
 
-    def count(self, seen, grad=None):
+    def trains(self):
+        "Does the running backward pass add to `.grad`, or did a model or a loss ask for a derivative?"
+        task = torch._C._current_graph_task_id()
+        if task != self.task: self.task, self.adds = task, any(map(_is_added_to, self.leaves))
+        return self.adds
+
+    def returned(self, seen, grad):
         "Count what a forward pass showed, since a gradient has come back into it"
+        if self.trains(): self.count(seen)
+
+    def count(self, seen):
+        "Count what a forward pass showed"
         for key, row in seen.items(): self.add(self.rows, key, row)
         seen.clear()
         self.differentiated = True

@@ -115,6 +115,11 @@ class Whereabouts:
         return min(around, key=lambda span: span[1] - span[0])[2]
 
 # %% ../nbs/17_overflow.ipynb #006f57dd
+def _is_finite(t):
+    "Holds a tensor no infinity and no NaN? One that cannot tell, as if quantised, counts as finite"
+    try: return bool(t.isfinite().all())
+    except NotImplementedError: return True
+
 class FirstBad(TorchDispatchMode):
     "Remembers the first operation that made an infinity or NaN of finite numbers, and its module"
     WRITES = ('fill', 'empty', 'full', 'where') # fill on purpose, or do not write
@@ -141,7 +146,7 @@ class FirstBad(TorchDispatchMode):
 
     def nonfinite(self, tensors):
         "Those that hold an infinity or a NaN"
-        return [t for t in tensors if not t.isfinite().all()]
+        return [t for t in tensors if not _is_finite(t)]
 
     def overflow(self, op, given, t):
         "An `Overflow` for the running operation, which may have been given a weight"
@@ -169,7 +174,7 @@ def find_overflow(
 )->Overflow: # None where the loss and the weights' gradients are finite
     "Run a batch again, and name the module and the operation that made the first infinity or NaN"
     for n, t in [*model.named_parameters(), *named_tensors('input', batch[0])]:
-        if t.isfinite().all(): continue
+        if _is_finite(t): continue
         kind = 'weight' if isinstance(t, nn.Parameter) else 'input'
         return Overflow(n, 'forward', _what_bad(t), kind)
     with _disable_current_modes(), Whereabouts() as where:
@@ -177,8 +182,7 @@ def find_overflow(
         @contextmanager
         def looking():
             with compute(), mode: yield
-        def is_finite(t): return t.isfinite().all()
-        finite = replay_batch(model, batch, loss_func, dtype, scale, looking, is_finite)
+        finite = replay_batch(model, batch, loss_func, dtype, scale, looking, _is_finite)
     harmless = all(f for (_, kind), f in finite.items() if kind in ('loss', 'weight_grad'))
     if harmless: return None
     return mode.found

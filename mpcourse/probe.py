@@ -7,7 +7,7 @@ __all__ = ['probe_precision', 'note_errors']
 
 # %% ../nbs/18_probe.ipynb #18000003
 import copy, linecache, math, sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from .monitor import inverse_scale
 from .plots import CYCLE
 from .scaler import LossScaler
 from .tensorcore import half_compute
+from .step import explained
 from .toys import call_args, predict
 
 # %% ../nbs/18_probe.ipynb #18000032
@@ -57,11 +58,11 @@ def user_line()->tuple: # (file, line); ('', 0) where all code is torch's
     "Where the call stands: the innermost line that is not torch's or this module's"
     frame = sys._getframe(1)
     while frame.f_code.co_name != '__torch_function__': frame = frame.f_back
-    helpers = '__torch_function__', predict.__name__, 'map_floats', 'cast'
     while frame.f_code is not forward_backward.__code__:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        inside = file.startswith(_TORCH) or file == cast.__code__.co_filename or name in helpers
-        if not inside: return file, frame.f_lineno
+        code = frame.f_code
+        inside = code.co_filename.startswith(_TORCH) or code.co_name == '__torch_function__'
+        helper = code is predict.__code__ or code.co_filename == cast.__code__.co_filename
+        if not (inside or helper): return code.co_filename, frame.f_lineno
         frame = frame.f_back
     return '', 0
 
@@ -546,20 +547,34 @@ def plain_call(
     "The call itself"
     return func(*args, **kwargs)
 
+_HALVES = dict(fp16=torch.float16, bf16=torch.bfloat16)
+
+def find_scheme(
+    scheme, # as for `probe_precision`
+)->object: # the same, with a recipe for its name and 'bf16' for torch.bfloat16
+    "Look a scheme up; ValueError that lists them"
+    from mpcourse.fourbits import FP4_RECIPES
+    from mpcourse.fp8 import RECIPES
+    recipes = RECIPES | FP4_RECIPES
+    names = dict.fromkeys((*_HALVES, *(f'{n} weights' for n in _HALVES)))
+    known = {n: n for n in names} | {d: n for n, d in _HALVES.items()} | recipes
+    if scheme is None or callable(scheme) or hasattr(scheme, 'call'): return scheme
+    if isinstance(scheme, Hashable) and scheme in known: return known[scheme]
+    raise ValueError(
+        f'There is no scheme {scheme!r}: take {", ".join(map(repr, [*names, *recipes]))}, a Recipe, '
+        'a function that makes a context, or None.')
+
 def arithmetic(
     scheme, # as for `probe_precision`
     device:str, # kind of device
 )->Arithmetic:
-    "Look a scheme up; ValueError that lists them"
+    "How a scheme computes; ValueError that lists all of them"
+    scheme = find_scheme(scheme)
     if scheme is None: return Arithmetic(plain_call)
     if hasattr(scheme, 'call'): return Arithmetic(scheme.call, unit=2.**-4)
     if callable(scheme): return Arithmetic(plain_call, whole=scheme)
-    kind, _, stored = str(scheme).partition(' ')
-    halves = dict(fp16=torch.float16, bf16=torch.bfloat16)
-    if kind not in halves or stored not in ('', 'weights'): raise ValueError(
-        f"There is no scheme {scheme!r}: take 'fp16', 'bf16', 'fp16 weights' or 'bf16 weights', "
-        "a recipe such as RECIPES['tensorwise'], a function that makes a context, or None.")
-    dtype = halves[kind]
+    kind, _, stored = scheme.partition(' ')
+    dtype = _HALVES[kind]
     a = Arithmetic(plain_call, lambda: half_compute(device), unit=torch.finfo(dtype).eps/2)
     if stored: a.storage = dtype
     else: a.forward = lambda: torch.autocast(device, dtype)
@@ -587,7 +602,7 @@ def forward_backward(
     "Forward, recorded, and backward"
     try:
         with recorder:
-            with forward(): pred = predict(model, batch[0])
+            with forward(), explained(batch[0]): pred = predict(model, batch[0])
             loss = sum(tree_leaves(loss_func(cast(pred, torch.float32), batch[1])))
     finally: recorder.remove()
     (loss*scale).backward()

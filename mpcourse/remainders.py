@@ -25,6 +25,9 @@ def join_bits(
     high:Tensor, # BF16, from `split_bits`
     rest:Tensor, # int16, from `split_bits`
 )->Tensor: # FP32: what was split, in every bit
-    "Put both halves together"
+    "Put both halves together; ValueError for other dtypes"
+    if (high.dtype, rest.dtype) != (torch.bfloat16, torch.int16): raise ValueError(
+        f'{high.dtype} and {rest.dtype} are not what split_bits makes: '
+        'give torch.bfloat16 and torch.int16.')
     bits = (high.view(torch.int16).int() << 16) + rest.int()
     return bits.view(torch.float32)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch, torch.distributed as dist
 from torch import nn, Tensor
@@ -268,7 +268,8 @@ class StepOutcome:
                       'look at the model and its data.')
         elif skips >= LOOK_EVERY > held:
             warn_user(f'Every step from step {self.number - skips + 1} on has been skipped: some '
-                      'gradient is never finite. Lower the scale, or try a batch in FP32.')
+                      'gradient is never finite, or each step builds a scaler of its own. Lower the '
+                      'scale, try a batch in FP32, or build the scaler before the loop.')
 
 # %% ../nbs/09_step.ipynb #11c4ed02
 def find_joinables(
@@ -299,6 +300,9 @@ def decision_group(
     return group
 
 # %% ../nbs/09_step.ipynb #c1778fe6
+# optimizer -> number of its last step, skipped steps in a row up to it
+_COUNTS = WeakKeyDictionary()
+
 class StepController:
     "Collects what a policy wants to know of a step, and lets it choose the next scale"
     def __init__(self,
@@ -310,6 +314,7 @@ class StepController:
         self.scaler, self.model, self.group = scaler, model, group
         self.number = -1
         self.skips = 0                                       # in a row
+        self.opt = None
         self.watched = scaler.watch(model)
         self.buffers = BufferSnapshot(model)
         self.joinables = None                                # looked for once, among several ranks
@@ -364,7 +369,16 @@ class StepController:
         opt, # a torch or fastai optimizer
     )->list: # as `named_gradients`
         "The gradients that an optimizer is about to use, with their names in the model"
+        self.count_on(opt)
         return named_gradients(opt, self.names)
+
+    def count_on(self,
+        opt, # a torch or fastai optimizer, which is about to step
+    ):
+        "Count from its last step on, so that a scaler that is built anew in each step sees it, too"
+        opt = inner_optimizer(opt)
+        if self.number < 0: self.number, self.skips = _COUNTS.get(opt, (-1, 0))
+        self.opt = self.opt or opt
 
     def unscale_(self,
         named:list, # as for the function `unscale_`
@@ -414,6 +428,8 @@ class StepController:
         if stepped is None: self.skips = _one_more(self.skips, found)
         elif stepped: self.skips = 0
         else: self.skips = int(self.skips) + 1
+        if self.opt is not None: _COUNTS[self.opt] = self.number, self.skips
+        self.opt = None
         outcome = StepOutcome(found, scale, scaler.scale.clone(), scaler.held.clone(), self.skips,
                               self.number, floor, self.named, _stepped=stepped)
         self.reset()
@@ -460,10 +476,11 @@ def take_step(
 
 # %% ../nbs/09_step.ipynb #ef34b64d
 def validate_scheme(
-    dtype, # 'fp16', 'bf16' or a torch.dtype
+    dtype, # 'fp16', 'bf16' or a torch.dtype; None: FP16 with a scaler, BF16 without
     scaler, # a LossScaler, or None
 )->torch.dtype:
     "The dtype; ValueError unless FP16 has a scaler, or BF16 none or a constant one"
+    if dtype is None: dtype = 'bf16' if scaler is None else 'fp16'
     dtype = half_dtype(dtype)
     if not isinstance(scaler, LossScaler | None):
         raise ValueError(f'{scaler!r} is not a policy: give one, such as DynamicScaler(); '
@@ -484,12 +501,27 @@ def validate_trainable(
         if p.dtype.itemsize < 4: raise ValueError(
             f'{n} is {p.dtype} already, hence rounded: train the FP32 model, '
             'or call model.float() and go on from the rounded weights.')
+        if p.is_complex(): raise ValueError(
+            f'{n} is {p.dtype}, which autocast leaves as it is: train real and imaginary parts as '
+            'two FP32 parameters, torch.view_as_real(p), or train without mixed precision.')
         raise ValueError(f'{n} is {p.dtype}, and autocast casts only float32: '
                          'cast the model to float32.')
     for n, m in model.named_modules():
         sparse = isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse
         if sparse and m.weight.requires_grad: raise ValueError(
             f'The gradient of {n} is sparse, and cannot be unscaled: set sparse=False.')
+
+@contextmanager
+def explained(
+    xb, # inputs of a model, in any nest
+):
+    "A context for its forward pass under autocast: if it fails, a float64 input is named"
+    try: yield
+    except RuntimeError as e:
+        doubles = [t for t in tree_leaves(xb) if isinstance(t, Tensor) and t.dtype == torch.float64]
+        if not doubles: raise
+        raise ValueError('An input is torch.float64, which is the usual dtype of NumPy, and autocast '
+                         f'does not cast it: give x.float(). ({e})') from e
 
 def validate_optimizer(
     opt, # a torch or fastai optimizer
@@ -527,19 +559,23 @@ def validate_unmoved(
 
 
 # %% ../nbs/09_step.ipynb #0c37ec3d
-_LOGS = re.compile(r'(Log|Log1P|Log2|Log10|BinaryCrossEntropy)Backward')
-_PROBABILITIES = re.compile('(Sigmoid|Softmax)Backward')
-_BETWEEN = re.compile('(Add|Sub|Rsub|Neg|Mul|Div|Clamp|ToCopy|View|UnsafeView|Squeeze|Unsqueeze|'
-                      'Select|Slice|Index|Gather|Clone|Transpose|Permute|T|Expand|'
-                      'Cat|Stack)Backward')
+_LOGS = re.compile('(Log|Log1P|Log2|Log10)Backward')
+# infinite where a probability is 0 or 1
+_POLES = re.compile('(BinaryCrossEntropy|Logit|Atanh|Erfinv|Xlogy|SpecialXlog1Py|SpecialEntr)Backward')
+_PROBABILITIES = re.compile('(Sigmoid|Softmax|Tanh|Erf|Erfc)Backward')
+# behind these a probability is an input like any other; all other ops pass its rounding on
+_RENEWED = re.compile(
+    '(Exp|Expm1|LogSoftmax|LogSigmoid|Logsumexp|Softplus|Mm|Addmm|Bmm|Baddbmm|Addbmm|Mv|Addmv|Dot|'
+    r'Linear|Embedding\w*|\w*Conv\w*|\w*Norm|\w*Attention\w*|\w*RNN\w*|\w*Rnn\w*|\w*Lstm\w*)Backward')
 
 def _is_log(node):
     "Is it a logarithm of something below 1, as a probability is? log(1 + p) is healthy"
     found = _LOGS.match(node.name())
-    if not found or found[1] == 'BinaryCrossEntropy': return bool(found)
+    if not found: return bool(_POLES.match(node.name()))
     x = node._saved_self
     if x.is_complex() or not x.numel(): return False
-    return bool(x.min() < (found[1] != 'Log1P'))
+    limit = 0. if found[1] == 'Log1P' else 1.
+    return bool(x.min() < limit)
 
 def validate_log_of_half(
     loss, # a loss, or a nest of them, before the backward pass
@@ -548,24 +584,22 @@ def validate_log_of_half(
     to_visit = [n for n in graph_nodes(loss) if _is_log(n)]
     seen = set(to_visit)
     while to_visit:
-        node = to_visit.pop()
-        probability = _PROBABILITIES.match(node.name())
-        if probability and node._input_metadata[0].dtype in HALVES: raise ValueError(
-            'The loss takes the logarithm of a probability that was computed in half precision, '
-            'where it is exactly 1 or 0 long before it is in FP32: hand the logits to '
-            'binary_cross_entropy_with_logits or cross_entropy.')
-        for inner, _ in node.next_functions:
-            if inner is None or inner in seen: continue
-            if _PROBABILITIES.match(inner.name()) or _BETWEEN.match(inner.name()):
-                seen.add(inner)
-                to_visit.append(inner)
+        for inner, _ in to_visit.pop().next_functions:
+            if inner is None or inner in seen or _RENEWED.match(inner.name()): continue
+            seen.add(inner)
+            if not _PROBABILITIES.match(inner.name()): to_visit.append(inner)
+            elif inner._input_metadata[0].dtype in HALVES: raise ValueError(
+                'The loss takes the logarithm of a probability that was computed in half precision, '
+                'where it is exactly 1 or 0 long before it is in FP32: hand the logits to '
+                'binary_cross_entropy_with_logits or cross_entropy, or take the sigmoid, softmax or '
+                'tanh of model(x).float() in the loss.')
 
 # %% ../nbs/09_step.ipynb #39f21246
 class MixedStep:
     "A step for `toys.fit`: forward and backward in half precision, the loss in FP32, any scaler"
     def __init__(self,
         scaler:LossScaler|None=None, # which scale, and when to change it; FP16 needs one, BF16 none
-        dtype:str|torch.dtype='fp16', # of forward and backward: 'fp16' or 'bf16'
+        dtype:str|torch.dtype|None=None, # 'fp16' or 'bf16'; None: FP16 with a scaler, BF16 without
         compute:Callable|None=None, # context of both passes; None: `fp32_accumulate` on a CPU only
         clip:float|None=None, # largest norm of the optimizer's unscaled gradients, all together
         group:object=None, # process group that decides together; None: all ranks, if there are any
@@ -575,7 +609,7 @@ class MixedStep:
         if clip is not None and (isinstance(clip, str) or not clip > 0): raise ValueError(
             f'clip={clip!r} cannot work: it is a norm, so give a number above 0, or None.')
         self.compute, self.clip, self.group = validate_compute(compute), clip, group
-        self.controller = self.outcome = None
+        self.controller = self.outcome = self.trained = None
 
     def begin(self,
         model:nn.Module, # in FP32
@@ -592,7 +626,7 @@ class MixedStep:
         self.controller.buffers.save()
         kind = next(model.parameters()).device.type
         with half_compute(kind, self.compute):
-            with torch.autocast(kind, self.dtype): pred = predict(model, xb)
+            with torch.autocast(kind, self.dtype), explained(xb): pred = predict(model, xb)
             loss = loss_func(cast_floats(pred, torch.float32), yb)
             if first: validate_log_of_half(loss)
             scaled = self.scaler.scale_loss(loss)
@@ -609,9 +643,9 @@ class MixedStep:
         loss_func:Callable, # (FP32 predictions, targets) -> 0-dim loss, or a nest, which is added
     )->dict: # 'loss' without the scale, 'scale' of this step, 'skipped': 0-dim tensors
         "A whole step: empty the gradients, forward, backward, unscale, decide, clip, step or skip"
-        if self.controller is None or self.controller.model is not model:
-            validate_optimizer(opt, model)
-            self.begin(model)
+        if self.trained != (model, opt): validate_optimizer(opt, model)
+        if self.controller is None or self.controller.model is not model: self.begin(model)
+        self.trained = model, opt
         self.controller.reset()
         self.controller.buffers.clear()
         opt.zero_grad()

@@ -51,9 +51,13 @@ def test_match_names():
     assert match_names({'b', 'a.0'}, names) == ['a.0', 'b']
 
 
-@pytest.mark.parametrize('patterns', ['c*', ['a.*', 'c'], []])
+@pytest.mark.parametrize('patterns', ['c*', ['a.*', 'c']])
 def test_a_pattern_that_matches_nothing_says_what_there_is(patterns):
     with pytest.raises(ValueError, match=r'matches no layer: there are a\.0, a\.1, b'): match_names(patterns, ['a.0', 'a.1', 'b'], 'layer')
+
+
+def test_no_pattern_is_no_choice():
+    with pytest.raises(ValueError, match=r'\[\] chooses no layer'): match_names([], ['a.0'], 'layer')
 
 
 def test_hooks_refuse_what_matches_nothing():
@@ -396,6 +400,31 @@ def test_a_layer_called_twice_is_one_record():
     with TensorCollector(model, every=1, kinds='activation') as c: model.train(); out = model(X); c.step()
     first = layer(X).detach()
     assert at(c, '0', 'activation')['norm'] == pytest.approx(torch.cat([first, out.detach()]).norm().item(), rel=1e-5)
+
+
+class Derives(nn.Module):
+    "Asks for a derivative of itself: by its input, or by a weight, as in a physics-informed net or MAML"
+    def __init__(self, by): super().__init__(); self.f, self.by = small(), by
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        u = self.f(x)
+        if self.by: torch.autograd.grad(u.sum(), x if self.by == 'input' else self.f[0].weight, create_graph=True)
+        return u
+
+
+@pytest.mark.parametrize('by', ['input', 'weight', 'loss'])
+def test_a_derivative_that_the_model_asks_for_is_no_backward_pass(by):
+    def seen(by):
+        torch.manual_seed(0)
+        model = Derives(by if by != 'loss' else None).train()
+        x = X.clone().requires_grad_()
+        with TensorCollector(model, every=1) as c:
+            out = model(x)
+            if by == 'loss': torch.autograd.grad(out.square().sum(), model.f[0].weight, create_graph=True)
+            out.square().sum().backward()
+            c.step()
+        return {(r['name'], r['kind']): r['norm'] for r in c.records}
+    assert seen(by) == pytest.approx(seen(None), rel=1e-6)
 
 
 def test_one_transfer_for_a_collection(monkeypatch):

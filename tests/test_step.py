@@ -642,10 +642,46 @@ def test_the_logarithm_of_a_half_probability_is_refused(loss, dtype, scaler):
     assert torch.equal(net[0].weight, was)
 
 
-@pytest.mark.parametrize('net', [nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 1)), nn.Linear(4, 1)])
+class Head(nn.Module):
+    def __init__(self, act): super().__init__(); self.layer, self.act = nn.Linear(4, 4), act
+    def forward(self, x): return self.act(self.layer(x))
+
+
+def nll(p): return -p.clamp(min=1e-8).log().mean()
+def sixth(p): return torch.stack(p.unbind(-1), 0)[..., None].expand(-1, -1, 2).flip(0)
+
+
+@pytest.mark.parametrize('act, loss', [
+    (torch.sigmoid, lambda p: nll(torch.where(p > .5, p, 1 - p))), (torch.sigmoid, lambda p: nll((1 - p).masked_fill(p > .9, 1.))),
+    (torch.sigmoid, lambda p: nll((1 - p).maximum(torch.tensor(1e-8)))), (torch.sigmoid, lambda p: nll((1 - p).prod(-1))),
+    (torch.sigmoid, lambda p: nll(1 - p.amax(-1))), (torch.sigmoid, lambda p: nll(1 - p.max(-1)[0])), (torch.sigmoid, lambda p: nll(1 - p.topk(2)[0])),
+    (torch.sigmoid, lambda p: nll((1 - p).cumprod(-1))), (torch.sigmoid, lambda p: nll(1 - p.sqrt())), (torch.sigmoid, lambda p: nll(sixth(1 - p))),
+    (torch.sigmoid, lambda p: nll((1 - p).mean(-1))), (torch.sigmoid, lambda p: nll(p.lerp(1 - p, .1))), (torch.sigmoid, lambda p: nll((1 - p).sort(-1)[0])),
+    (lambda z: z.sigmoid()**2, lambda p: nll(1 - p)), (torch.sigmoid, lambda p: p.logit(1e-6).square().mean()),
+    (torch.sigmoid, lambda p: torch.xlogy(.5, 1 - p).mean()), (torch.sigmoid, lambda p: torch.erfinv(2*p - 1).clamp(-9, 9).square().mean()),
+    (torch.tanh, lambda a: nll(1 - a.pow(2) + 1e-6)), (torch.tanh, lambda a: a.clamp(-.999, .999).atanh().square().mean()),
+    (lambda z: .5 + .5*z.erf(), lambda p: nll(1 - p)), (lambda z: .5*torch.erfc(z), nll), (lambda z: z.softmax(-1).square(), nll)])
+def test_whatever_stands_between_the_probability_and_its_logarithm(act, loss):
+    net = Head(act)
+    with pytest.raises(ValueError, match='hand the logits'): MixedStep(dtype='bf16')(net, torch.randn(8, 4), None, sgd(net), lambda p, _: loss(p))
+
+
+class Attends(nn.Module):
+    def __init__(self): super().__init__(); self.layer = nn.Linear(4, 4)
+    def forward(self, x):
+        q = self.layer(x)
+        return (q @ q.mT).softmax(-1) @ q
+
+
+@pytest.mark.parametrize('net', [
+    nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 1)), nn.Linear(4, 1), Attends(), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4)),
+    nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3)), Head(lambda z: (5*z.tanh() - 2).exp()),
+    Head(nn.functional.softplus)], ids=lambda n: getattr(getattr(n, 'act', None), '__name__', type(n).__name__))
 def test_other_sigmoids_and_logarithms_are_not(net):
+    "A product, a norm, an exponential behind it; a sigmoid of FP32 in the loss"
+    def loss(p, _): return F.binary_cross_entropy_with_logits(p, torch.ones_like(p)) + nll(p.abs()/9) + nll(p.sigmoid()) + (p.square() + 1).log().mean()
     step = MixedStep(StaticScaler(8.))
-    step(net, torch.randn(5, 4), torch.ones(5, 1), sgd(net), lambda p, y: F.binary_cross_entropy_with_logits(p, y) + (p.square() + 1).log().mean())
+    step(net, torch.randn(5, 4), None, sgd(net), loss)
     assert step.outcome.stepped
 
 
