@@ -52,8 +52,8 @@ def judge(
 def weight_matrices(
     model:nn.Module,
 )->dict: # name -> weight matrix; biases and norms are left out
-    "The weight matrices, whose gradients are compared"
-    return {n: p for n, p in model.named_parameters() if p.dim() > 1}
+    "The trained weight matrices, whose gradients are compared"
+    return {n: p for n, p in model.named_parameters() if p.dim() > 1 and p.requires_grad}
 
 def projection_ratio(
     s:torch.Tensor, g:torch.Tensor, # of one shape
@@ -131,6 +131,14 @@ def owners(
         for p in group['params']:
             if p in names: found[names[p]] = p, group
     return found
+
+def is_known(
+    opt, # a torch optimizer; after its first step, if it is no SGD
+)->bool:
+    "Does `step_of` know how it scales a gradient?"
+    if isinstance(opt, torch.optim.SGD): return True
+    adams = all('betas' in g and 'eps' in g for g in opt.param_groups)
+    return adams and any('exp_avg_sq' in state for state in opt.state.values())
 
 def step_of(
     g:torch.Tensor, # a gradient
@@ -370,7 +378,7 @@ def remarks(
     return found
 
 # %% ../nbs/34_advise.ipynb #92ac74e8
-@dataclass
+@dataclass(repr=False)
 class Advice:
     "Verdicts on schemes, and the evidence for them"
     verdicts: dict # scheme -> (verdict, why)
@@ -378,6 +386,13 @@ class Advice:
     remarks: list # sentences on the training itself
     settings: dict # scheme -> the loss scale that it found, as text
     tracebacks: dict # scheme -> why it cannot run, or cannot be probed, in full
+
+    def __repr__(self):
+        lines = []
+        for name, (verdict, why) in self.verdicts.items():
+            setting = self.settings.get(name, '')
+            lines.append(f'{name:26} {verdict:12} {why}{setting and f" ({setting})"}')
+        return '\n'.join([*lines, *self.remarks])
 
     def table(self):
         "A pandas DataFrame: a line for each scheme"
@@ -411,12 +426,15 @@ class Advice:
 
 # %% ../nbs/34_advise.ipynb #391e4611
 def verdicts_on(
-    looks, # after `watch`
+    looks, opt, # after `watch`
 )->dict: # scheme -> (verdict, why), of those that do not refuse the net
-    "The verdicts on all schemes"
+    "The verdicts on all schemes; of gradients that arrive, none says how an unknown optimizer steps"
     verdicts = {}
+    unknown = f'how {type(opt).__name__} scales a gradient is not known: SGD and the kinds of Adam are'
     for n, seen in looks.seen.items():
-        if n not in STORED and n not in looks.refused: verdicts[n] = judge(seen)
+        if n in STORED or n in looks.refused: continue
+        verdicts[n] = judge(seen)
+        if not (is_known(opt) or 2*seen.count(None) >= len(seen)): verdicts[n] = 'cannot tell', unknown
     bf16 = verdicts.get('BF16', ('',))[0]
     for n in looks.shadows:                 # whose failures are too few to say no: see the chapter
         verdict, why = judge(looks.seen[n], -math.inf)
@@ -440,16 +458,18 @@ def advise_schemes(
         raise ValueError(f'There is no advice on {", ".join(unknown)}: take some of '
                          f'{", ".join((*STEPS, *STORED))}.')
     if not weight_matrices(model):
-        raise ValueError('This model has no weight matrix, and advice looks at nothing else.')
+        raise ValueError('No weight matrix of this model is trained, and advice looks at nothing '
+                         'else: a norm or a bias alone is trained in FP32, whatever the format.')
     first = model
     model, opt = deepcopy((model, opt))
     with seeded(0): looks = watch(first, model, opt, loss_func, batches, schemes, steps, schedule)
-    verdicts = verdicts_on(looks)
+    verdicts = verdicts_on(looks, opt)
     said = remarks(looks, model, opt, verdicts)
+    known = is_known(opt)
     del opt                                 # makes room
     looks.shadows.clear()
     for n, (verdict, why) in verdicts.items():
-        if verdict == 'yes' or n not in PROBED: continue
+        if verdict == 'yes' or n not in PROBED or not known: continue
         verdicts[n] = verdict, attributed(why, n, looks, first, model, loss_func)
     for n, why in looks.refused.items(): verdicts[n] = 'cannot run', why
     ordered = {n: verdicts[n] for n in schemes}

@@ -141,8 +141,9 @@ def at_output(
     "The power of two that brings the largest gradient of the first predictions up to the target"
     xb, yb = next(iter(t.batches()))
     pred = predict(deepcopy(t.model), xb)
-    grads = torch.autograd.grad(t.loss_func(pred, yb), tree_leaves(pred))
-    largest = max(g.abs().max() for g in grads)
+    outputs = [p for p in tree_leaves(pred) if isinstance(p, torch.Tensor) and p.requires_grad]
+    grads = torch.autograd.grad(t.loss_func(pred, yb), outputs, allow_unused=True)
+    largest = max(g.abs().max() for g in grads if g is not None)
     return 2.**math.floor(math.log2(target/largest))
 
 def converted(

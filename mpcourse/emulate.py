@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .formats import FloatFormat, get_format
 from .rounding import quantize
+from .scaler import warn_user
 from .tensorcore import ATTENTION, MATRIX_PRODUCTS, RECURRENT, OpMode
 from .tensorcore import decompose, is_composite, is_product, matrix_product
 
@@ -224,7 +225,8 @@ def _kept(
 class emulate_format(no_emulation):
     """Emulate a machine that has only `fmt`, forward and backward
 
-    Numbers are stored as float32, and every result is rounded to the format."""
+    Numbers are stored as float32, and every float32 result is rounded to the format. Results in
+    float64, in a half format or complex stay as they are, of which the first one warns."""
     def __init__(self,
         fmt:str|FloatFormat, # a format or its name
         rounding:str='nearest', # as in `quantize`: 'nearest', 'stochastic' or 'toward_zero'
@@ -247,6 +249,7 @@ class emulate_format(no_emulation):
         self.inputs = inputs
         self.inplace = inplace
         self._q = _rounder(self.fmt, **opts)
+        self._told = False
         self._acc = None
         if accumulate is not None: self._acc = _rounder(get_format(accumulate), **opts)
 
@@ -271,7 +274,10 @@ class emulate_format(no_emulation):
         return self._rounded(func, args, kwargs, res)
 
     def _grid(self, x):
-        if not (isinstance(x, Tensor) and x.dtype is torch.float32): return x
+        if not isinstance(x, Tensor): return x
+        if x.dtype is not torch.float32:
+            if x.is_floating_point() or x.is_complex(): self._tell(x)
+            return x
         if x.is_nested:
             raise ValueError('A nested tensor cannot be rounded: '
                              'pad it, with nested.to_padded_tensor(0.).')
@@ -279,6 +285,13 @@ class emulate_format(no_emulation):
             raise ValueError('A sparse tensor cannot be rounded: make it dense, with to_dense(), '
                              'or with sparse=False in an embedding.')
         return self._q(x)
+
+    def _tell(self, x):
+        "Warn once that a tensor of another dtype is not rounded; a single number may be a ruler"
+        if self._told or x.numel() < 2: return
+        self._told = True
+        warn_user(f'A result is {x.dtype}, and only float32 is rounded to {self.fmt.name}: compute '
+                  'it in float32, outside autocast, or put it into no_emulation() to keep it exact.')
 
     def _rounded(self, func, args, kwargs, res):
         # autograd adds gradients in place, while grad mode is off

@@ -18,6 +18,7 @@ from itertools import islice
 
 import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
 from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 from .formats import get_format
 from .rounding import quantize
@@ -71,6 +72,7 @@ def _generator(n):
 
 def _cast(x, dtype):
     "Float inputs in `dtype`, bytes as fractions of 255, symbols as they are"
+    if not isinstance(x, torch.Tensor): return x
     if x.dtype == torch.uint8: return (x / 255).to(dtype)
     return x.to(dtype) if x.is_floating_point() else x
 
@@ -243,8 +245,9 @@ def half_pass(
         low = {
             n: p if n.rpartition('.')[0] in keep else p.to(dtype)
             for n, p in model.named_parameters()}
-        xb = tuple(_cast(x, dtype) for x in (xb if isinstance(xb, tuple) else (xb,)))
-        loss = loss_func(functional_call(model, low, xb).float(), yb)
+        args, kwargs = tree_map(lambda x: _cast(x, dtype), call_args(xb))
+        out = functional_call(model, low, args, kwargs)
+        loss = loss_func(tree_map(lambda t: _cast(t, torch.float32), out), yb)
         opt.zero_grad()
         # a gradient comes back through the cast: a 16-bit number, stored in FP32
         (loss * scale).backward()

@@ -199,9 +199,32 @@ def test_no_verdict_without_grounds():
     for schemes in (('FP16 weights',), ('BF16', 'magic')):
         with pytest.raises(ValueError, match='no advice on'): ask(t, schemes=schemes)
     with pytest.raises(ValueError, match='no batch'): advise_schemes(t.model, t.opt(t.model.parameters()), t.loss_func, [])
-    with pytest.raises(ValueError, match='no weight matrix'): advise_schemes(nn.BatchNorm1d(8), torch.optim.SGD([torch.ones(1)], 1.), F.mse_loss, t.batches())
+    with pytest.raises(ValueError, match='No weight matrix of this model is trained'): advise_schemes(nn.BatchNorm1d(8), torch.optim.SGD([torch.ones(1)], 1.), F.mse_loss, t.batches())
     assert ask(t, schemes=('BF16 weights',)).verdicts['BF16 weights'][0] == 'cannot tell'
     assert not any('did not fall' in r for r in ask(t, steps=5, schemes=()).remarks)
+
+
+@pytest.mark.parametrize('opt, verdict', [(torch.optim.SGD, 'yes'), (torch.optim.NAdam, 'yes'), (torch.optim.RMSprop, 'cannot tell'), (torch.optim.Adamax, 'cannot tell'),
+                                          (torch.optim.Adagrad, 'cannot tell')])
+def test_how_an_unknown_optimizer_steps_is_not_guessed(opt, verdict):
+    t = linear()
+    a = advise_schemes(t.model, opt(t.model.parameters(), lr=1e-3), t.loss_func, t.batches(), steps=4, schemes=('BF16', 'E4M3 per tensor'))
+    assert {v for v, _ in a.verdicts.values()} == {verdict}
+    assert repr(a).splitlines()[0].split()[:2] == ['BF16', *verdict.split()][:2] and ('is not known' in repr(a)) == (verdict == 'cannot tell')
+
+
+class Pair(nn.Module):
+    def __init__(self, model): super().__init__(); self.model = model
+    def forward(self, x): return self.model(x), x
+
+
+def test_an_answer_of_two_parts_and_a_frozen_layer():
+    t = linear()
+    model = Pair(t.model)
+    frozen = next(p for p in model.parameters() if p.dim() > 1)
+    if sum(p.dim() > 1 for p in model.parameters()) > 1: frozen.requires_grad_(False)
+    a = advise_schemes(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-2), lambda out, y: t.loss_func(out[0], y), t.batches(), steps=3)
+    assert not any(v == 'cannot run' for v, _ in a.verdicts.values()), a
 
 
 def test_a_page_and_settings(tmp_path):

@@ -732,7 +732,7 @@ def test_removed_in_the_middle_of_a_batch_it_gives_everything_back():
 def test_to_mixed_again_replaces():
     learn = learner(mixed=2.**4).to_mixed(StaticScaler(2.**5)).to_mixed(dtype='bf16')
     assert len([c for c in learn.cbs if isinstance(c, MixedPrecisionCB)]) == 1 and learn.mixed_precision_cb.dtype == B
-    with pytest.raises(ValueError): learn.to_mixed()
+    with pytest.raises(ValueError): learn.to_mixed(dtype='fp16')
     assert learn.mixed_precision_cb.dtype == B and learn.mixed_precision_cb.learn is learn                 # nothing half-changed
 
 

@@ -692,10 +692,11 @@ def test_what_is_not_rounded(kind, i):
     assert same_bits(got, want)
 
 
-def test_other_dtypes_are_not_rounded():
-    for dtype in (torch.float64, torch.bfloat16, H):
+def test_other_dtypes_are_not_rounded_and_the_first_one_warns():
+    for dtype in (torch.float64, torch.bfloat16, H, torch.complex64):
         x = rand(5, 5, dtype=dtype)
-        with emulate_format('e4m3'): y, z = x*1.1, x @ x
+        with emulate_format('e4m3'), pytest.warns(UserWarning, match=f'is {dtype}, and only float32 is rounded to e4m3') as told: y, z = x*1.1, x @ x
+        assert len(told) == 1
         assert same_bits(y, x*1.1) and same_bits(z, x @ x)
     with emulate_format('e4m3'), torch.autocast('cpu', dtype=torch.bfloat16): y = X @ X.T
     with torch.autocast('cpu', dtype=torch.bfloat16): assert same_bits(y,

@@ -458,7 +458,7 @@ def test_every_way_to_multiply_converts(name):
 
 REFUSED = {'einsum': lambda x: torch.einsum('ij,kj->ik', x, x), 'tensordot': lambda x: torch.tensordot(x, x, 1), 'multi_dot': lambda x: torch.linalg.multi_dot([x, x, x]),
            'in place': lambda x: torch.zeros(8, 8).addmm_(x, x), 'bilinear': lambda x: F.bilinear(x, x, x[None]), 'mv': lambda x: x.mv(x[0]),
-           'by name': lambda x: torch.matmul(x, other=x), 'all by name': lambda x: F.linear(input=x, weight=x),
+           'by name': lambda x: torch.matmul(x, other=x),
            'complex': lambda x: ((x + 0j) @ (x + 0j)).real, 'integer': lambda x: ((99*x).long() @ (99*x).long()).float(),
            'cdist': lambda x: torch.cdist(x, x), 'cdist by mm': lambda x: torch.cdist(x.repeat(9, 1), x), 'sparse': lambda x: x.to_sparse() @ x, 'sparse.mm': lambda x: torch.sparse.mm(x.to_sparse(), x),
            'sparse linear': lambda x: F.linear(x, x.to_sparse()), 'weighted bag': lambda x: F.embedding_bag(torch.tensor([[0, 1]]), x, mode='sum', per_sample_weights=x[:1, :2]),
@@ -485,6 +485,12 @@ def test_what_is_not_known_is_refused_by_name(name):
             with pytest.raises(ValueError, match=r"Module '1\.0' computes .* not converted"): eight(x)
         for keep in ('1.*', '1'): assert off(simulate_fp8(model, keep=keep)(x), model(x)) < .4
         assert torch.equal(model(x), model(x))      # and nothing stays switched on
+
+
+def test_operands_by_name():
+    x = r(8, 8)
+    by_name = simulate_fp8(Does(lambda x: F.linear(input=x, weight=x, bias=x[0])), 'tensorwise')(x)
+    assert same_bits(by_name, simulate_fp8(Does(lambda x: F.linear(x, x, x[0])), 'tensorwise')(x)) and off(by_name, F.linear(x, x, x[0])) > 1e-3
 
 
 @each('m', [nn.LSTM(8, 8), nn.GRU(8, 8), nn.RNN(8, 8), nn.RNNCell(8, 8), nn.Bilinear(8, 8, 8)])

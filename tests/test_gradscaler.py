@@ -1182,3 +1182,58 @@ def test_the_second_optimizer_sees_the_loss_too():
         scaler.update()
         scales.append(scaler.get_scale())
     assert scales == [1024.]*2
+
+
+# --- what torch lets pass ---
+
+def test_the_outcome_is_no_longer_that_of_the_step_before():
+    net, opt, scaler = nn.Linear(2, 1), None, GradScaler(init_scale=4.)
+    opt = torch.optim.SGD(net.parameters(), .1)
+    for last in range(3):
+        scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+        scaler.step(opt)
+        assert scaler.last_outcome is None, 'the decision comes with update()'
+        scaler.update()
+        assert scaler.last_outcome.stepped
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize('wrap', [lambda l: {'loss': l}, lambda l: [{'loss': l}], lambda l: (l, 'loss')])
+def test_a_mapping_is_no_loss(wrap):
+    scaler = GradScaler()
+    with pytest.raises(TypeError, match='takes a loss or a list of losses'): scaler.scale(wrap(torch.ones(1)))
+    assert scaler.scale([torch.ones(1), (torch.ones(1),)])[1][0] == 2.**16
+
+
+def shared(fused=False):
+    trunk, actor, critic = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+    opts = [torch.optim.Adam([*trunk.parameters(), *head.parameters()], fused=fused) for head in (actor, critic)]
+    return trunk, (actor, critic), opts
+
+
+@pytest.mark.parametrize('fused', [False, True])
+@pytest.mark.parametrize('first', ['unscale_', 'step'])
+def test_a_weight_in_two_optimizers_is_not_unscaled_twice(first, fused):
+    trunk, heads, opts = shared(fused)
+    scaler = GradScaler(init_scale=2.**16)
+    h = trunk(torch.ones(2, 4))
+    scaler.scale(sum(head(h).sum() for head in heads)).backward()
+    getattr(scaler, first)(opts[0])
+    g = trunk.weight.grad.clone()
+    with pytest.raises(ValueError, match='A weight is in two optimizers, and this Adam'): scaler.unscale_(opts[1])
+    assert torch.equal(trunk.weight.grad, g)
+
+
+@pytest.mark.parametrize('set_to_none', [False, True])
+def test_a_weight_in_two_optimizers_with_a_backward_pass_for_each(set_to_none):
+    "As in torch's loop of two losses, in which each optimizer steps after its own backward pass"
+    trunk, heads, opts = shared()
+    scaler, want = GradScaler(init_scale=2.**16), None
+    for head, opt in zip(heads, opts):
+        opt.zero_grad(set_to_none=set_to_none)
+        scaler.scale(head(trunk(torch.ones(2, 4))).sum()).backward()
+        scaler.unscale_(opt)
+        assert trunk.weight.grad.abs().max() > 1e-3
+        scaler.step(opt)
+    scaler.update()
+    assert scaler.last_outcome.stepped

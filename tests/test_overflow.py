@@ -184,7 +184,7 @@ def test_switching_amid_a_fit(new, when):
 def test_a_scheme_that_cannot_be_is_no_switch():
     cb = mixed(learner(StaticScaler(4.)))
     with pytest.raises(ValueError, match="BF16 has FP32's range"): cb.switch(DynamicScaler(2.), 'bf16')
-    with pytest.raises(ValueError, match='give a loss scaler'): cb.switch()
+    with pytest.raises(ValueError, match='give a loss scaler'): cb.switch(dtype='fp16')
 
 
 def test_a_switch_takes_the_old_scalers_hooks_and_gradients():

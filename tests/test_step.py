@@ -518,7 +518,7 @@ def test_a_model_that_is_half_already_is_refused():
     assert 'weight' in str(e.value)
 
 
-@pytest.mark.parametrize('args', [('megatron',), (None,), (1024.,), (StaticScaler,)])
+@pytest.mark.parametrize('args', [('megatron',), (None, 'fp16'), (1024.,), (StaticScaler,)])
 def test_wrong_arguments_are_refused(args):
     with pytest.raises(ValueError): MixedStep(*args)
 
@@ -679,7 +679,7 @@ class Attends(nn.Module):
     Head(nn.functional.softplus)], ids=lambda n: getattr(getattr(n, 'act', None), '__name__', type(n).__name__))
 def test_other_sigmoids_and_logarithms_are_not(net):
     "A product, a norm, an exponential behind it; a sigmoid of FP32 in the loss"
-    def loss(p, _): return F.binary_cross_entropy_with_logits(p, torch.ones_like(p)) + nll(p.abs()/9) + nll(p.sigmoid()) + (p.square() + 1).log().mean()
+    def loss(p, _): return F.binary_cross_entropy_with_logits(p, torch.ones_like(p)) + nll(p.abs()/9 + .1) + nll(p.sigmoid()) + (p.square() + 1).log().mean()
     step = MixedStep(StaticScaler(8.))
     step(net, torch.randn(5, 4), None, sgd(net), loss)
     assert step.outcome.stepped
@@ -916,7 +916,36 @@ def test_bf16_needs_no_scaler_and_refuses_one_that_moves():
     step(net, x, y, sgd(net), F.cross_entropy)
     assert step.outcome.stepped and step.outcome.scale == 1
     with pytest.raises(ValueError, match="BF16 has FP32's range"): MixedStep(Torch(2.**10), 'bf16')
-    with pytest.raises(ValueError, match='give a loss scaler'): MixedStep()
+    with pytest.raises(ValueError, match='give a loss scaler'): MixedStep(dtype='fp16')
+    assert MixedStep().dtype == torch.bfloat16 and MixedStep(Torch(2.**10)).dtype == torch.float16
+
+
+@pytest.mark.parametrize('fused', [False, True])
+def test_a_step_built_anew_each_time_counts_on(fused):
+    "Every loss overflows at its first scale; the weights would never move, and nobody would be told"
+    net, (x, y) = small(), batch()
+    opt = torch.optim.AdamW(net.parameters(), fused=fused)
+    was = [p.detach().clone() for p in net.parameters()]
+    with pytest.warns(UserWarning, match='Every step from step 0 on has been skipped: .* build the scaler before the loop'):
+        for _ in range(100): MixedStep(Torch(2.**40))(net, x, y, opt, F.cross_entropy)
+    assert all(map(torch.equal, net.parameters(), was))
+
+
+def test_every_optimizer_is_looked_at_and_every_weight_named():
+    (net, other), (x, y), step = (small(), small()), batch(), MixedStep(StaticScaler(8.))
+    step(net, x, y, sgd(net), F.cross_entropy)
+    for bad, says in ((torch.optim.LBFGS(net.parameters()), 'LBFGS runs the model many times'), (sgd(other), 'moves no parameter')):
+        with pytest.raises(ValueError, match=says): step(net, x, y, bad, F.cross_entropy)
+    net.w = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match='w is torch.complex64, .*view_as_real'): MixedStep()(net, x, y, sgd(net), F.cross_entropy)
+
+
+def test_a_float64_input_is_named_where_it_fails():
+    net, (x, y) = small(), batch()
+    with pytest.raises(ValueError, match=r'torch.float64, .* x\.float\(\)'): MixedStep()(net, x.double(), y, sgd(net), F.cross_entropy)
+    casts = Head(torch.tanh)
+    casts.layer.register_forward_pre_hook(lambda m, a: (a[0].float(),))
+    MixedStep()(casts, torch.randn(3, 4).double(), None, sgd(casts), lambda p, _: p.sum())
 
 
 # --- ranks ---
