@@ -240,6 +240,8 @@ class MixedPrecisionCB(HalfPrecisionCB):
         self.controller = StepController(self.scaler, learn.model, self.group)
         try: yield
         finally:
+            self.controller.buffers.restore(torch.ones(()))  # of a batch that was broken off
+            self.controller.buffers.clear()
             if self.controller.watched: self.controller.watched.remove()
             learn.opt.zero_grad() # the scale may be in them
             if finding:

@@ -20,6 +20,7 @@ from .dynamic import validate_number, validate_steps
 from .monitor import OwnedHook
 from .scaler import LossScaler, StaticScaler
 from .step import BufferSnapshot
+from .toys import call_args, split_batch
 
 # %% ../nbs/20_layerwise.ipynb #3f20ea30
 U_MIN, U_MAX = 6e-8, 65504. # the ends of FP16, as the authors write them
@@ -319,7 +320,7 @@ def by_layer(self:LayerwiseScaler)->dict: # name -> float; 0: not known
 @patch(cls_method=True)
 def measured(cls:LayerwiseScaler,
     model:nn.Module, # in FP32; neither it nor its .grad is changed
-    batch:tuple, # (inputs, targets), the inputs a tensor or a tuple
+    batch:tuple, # (inputs, targets); inputs as for `toys.call_args`
     loss_func:Callable, # (predictions, targets) -> 0-dim loss
     **config, # as for the class; the loss scale is `StaticScaler.measured`'s, unless given
 )->LayerwiseScaler:
@@ -329,12 +330,11 @@ def measured(cls:LayerwiseScaler,
         config['init_scale'] = max(1., measured.scale.item())
     self = cls(model, **config)
     watch = self.watch(model)
-    x, y = batch
-    if not isinstance(x, tuple): x = (x,)
+    x, y = split_batch(batch)
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     params = [p for p in model.parameters() if p.requires_grad]
     try:
-        pred = torch.func.functional_call(model, buffers, x)
+        pred = torch.func.functional_call(model, buffers, *call_args(x))
         torch.autograd.grad(self.scale_loss(loss_func(pred, y)), params, allow_unused=True)
         stats = watch.read()
         stats['found_inf'] = torch.zeros_like(self.scale)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMo
 from .monitor import named_tensors, TensorHooks
 from .scaler import LossScaler
 from .tensorcore import fp32_accumulate
+from .toys import split_batch
 from .underflow import replay_batch, share_table
 
 # %% ../nbs/17_overflow.ipynb #20o00020
@@ -173,7 +174,8 @@ def find_overflow(
     compute:Callable=fp32_accumulate, # makes a context for forward and backward
 )->Overflow: # None where the loss and the weights' gradients are finite
     "Run a batch again, and name the module and the operation that made the first infinity or NaN"
-    for n, t in [*model.named_parameters(), *named_tensors('input', batch[0])]:
+    inputs, _ = split_batch(batch)
+    for n, t in [*model.named_parameters(), *named_tensors('input', inputs)]:
         if _is_finite(t): continue
         kind = 'weight' if isinstance(t, nn.Parameter) else 'input'
         return Overflow(n, 'forward', _what_bad(t), kind)

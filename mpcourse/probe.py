@@ -25,7 +25,7 @@ from .plots import CYCLE
 from .scaler import LossScaler
 from .tensorcore import half_compute
 from .step import explained
-from .toys import call_args, predict
+from .toys import call_args, predict, split_batch
 
 # %% ../nbs/18_probe.ipynb #18000032
 _TORCH = str(Path(torch.__file__).parent)
@@ -450,7 +450,9 @@ def explain(self:Reference, row, call, k, ref):
     except RuntimeError: return                              # an argument that half cannot hold
     finally: torch.set_rng_state(now)
     if call.op == '__setitem__': true, out = same_args[0], low_args[0]
-    own = entries(float_tensors(out)[k], self.most)
+    results = float_tensors(out)
+    if k >= len(results): return                             # a result that was written elsewhere
+    own = entries(results[k], self.most)
     row.own = relative_error(entries(float_tensors(true)[k], self.most), own)
     source = tree_leaves(args)[0]
     if call.op in _CASTS and isinstance(source, Tensor):
@@ -764,6 +766,7 @@ def probe_precision(
     """Run a batch in FP32 and in few bits, and compare each tensor: where is precision lost?
 
     ValueError for an unknown scheme."""
+    batch = split_batch(batch)
     model = getattr(model, '_orig_mod', model)              # inside torch.compile
     kind = next(model.parameters()).device.type
     if isinstance(scale, LossScaler): scale = scale.scale.item()

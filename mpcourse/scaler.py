@@ -17,7 +17,7 @@ from torch import nn, Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .half import map_floats
-from .toys import call_args
+from .toys import call_args, split_batch
 
 # %% ../nbs/08_scaler.ipynb #a2058fb4
 def warn_user(
@@ -161,7 +161,7 @@ def largest_gradient(
     loss_func, # (predictions, targets) -> 0-dim loss, or a nest of losses
 )->float:
     "The largest magnitude in one FP32 backward pass, of gradients inside the model and of weights"
-    x, y = batch
+    x, y = split_batch(batch)
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     pred = torch.func.functional_call(model, buffers, *call_args(x))
     largest = []

@@ -649,7 +649,13 @@ class MixedStep:
         self.controller.reset()
         self.controller.buffers.clear()
         opt.zero_grad()
-        return self.update(model, opt, self.backward(model, xb, yb, loss_func))
+        try: loss = self.backward(model, xb, yb, loss_func)
+        except Exception:                                    # no step: its batch leaves nothing
+            self.controller.buffers.restore(torch.ones(()))
+            self.controller.buffers.clear()
+            opt.zero_grad()
+            raise
+        return self.update(model, opt, loss)
 
     def update(self, model:nn.Module, opt:object, loss:Tensor)->dict:
         "After the backward pass: unscale, decide, clip, step or skip"

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SIDE', 'ALPHABET', 'Data', 'digits', 'seed', 'batches', 'seeded', 'mlp', 'relu_mlp', 'deep_sigmoid', 'call_args',
-           'predict', 'plain_step', 'cross_entropy', 'fit', 'accuracy', 'evaluate', 'half_pass', 'drawings', 'TwoHeads',
-           'two_heads', 'heads_loss', 'heads_score', 'train_data', 'encode_text', 'windows', 'char_text',
-           'CharTransformer', 'char_transformer', 'warmup_cosine', 'get_toy', 'Run', 'train_toy']
+           'split_batch', 'predict', 'plain_step', 'cross_entropy', 'fit', 'accuracy', 'evaluate', 'half_pass',
+           'drawings', 'TwoHeads', 'two_heads', 'heads_loss', 'heads_score', 'train_data', 'encode_text', 'windows',
+           'char_text', 'CharTransformer', 'char_transformer', 'warmup_cosine', 'get_toy', 'Run', 'train_toy']
 
 # %% ../nbs/03_toys.ipynb #ce7ebb86
 import base64, hashlib, importlib, math, os, platform, time, zlib
@@ -143,6 +143,15 @@ def call_args(
     if isinstance(xb, Mapping): return (), dict(xb)
     if isinstance(xb, (list, tuple)) and not hasattr(xb, '_fields'): return tuple(xb), {}
     return (xb,), {}
+
+def split_batch(
+    batch, # of a DataLoader, or any pair
+) -> tuple: # inputs, targets
+    "The two parts of a batch; TypeError for anything else, such as a tensor of two rows"
+    if isinstance(batch, (list, tuple)) and len(batch) == 2: return tuple(batch)
+    what = f'{len(batch)} parts' if isinstance(batch, (list, tuple)) else f'a {type(batch).__name__}'
+    raise TypeError(f'A batch is a pair (inputs, targets), and this one is {what}: '
+                    'put several inputs into a tuple or a dict, and give None for no targets.')
 
 def predict(
     model: nn.Module, # any model

@@ -22,7 +22,7 @@ from .monitor import inverse_scale, match_names, TensorHooks
 from .plots import CYCLE, format_band, log2_axis
 from .scaler import LossScaler
 from .tensorcore import fp32_accumulate
-from .toys import predict
+from .toys import predict, split_batch
 
 # %% ../nbs/16_underflow.ipynb #19u00020
 @dataclass
@@ -64,17 +64,18 @@ def replay_batch(
     keep=Tensor.detach, # what to keep of each tensor
 )->dict: # (name, kind) -> what was kept; of a layer that is called twice, of its last call
     "Run a micro-batch forward and backward on a copy of the model, with the same random numbers"
+    inputs, targets = split_batch(batch)
     if isinstance(scale, LossScaler): scale = scale.scale
     twin, found = model_to_float(copy.deepcopy(model)), {}
     def see(name, kind, t): found[name, kind] = keep(t)
     devices = {p.device for p in twin.parameters() if p.is_cuda}
-    kind, xb = next(twin.parameters()).device.type, cast(batch[0], torch.float32)
+    kind, xb = next(twin.parameters()).device.type, cast(inputs, torch.float32)
     half = torch.autocast(kind, half_dtype(dtype or 'fp16'), enabled=dtype is not None)
     outside = torch.autocast(kind, enabled=False)            # of a step that may be running
     hooks = TensorHooks(twin, see, root=True)
     with outside, torch.random.fork_rng(devices), torch.enable_grad(), compute(), hooks:
         with half: pred = predict(twin, xb)
-        loss = sum(tree_leaves(loss_func(cast(pred, torch.float32), batch[1])))
+        loss = sum(tree_leaves(loss_func(cast(pred, torch.float32), targets)))
         (loss*scale).backward()
     see('loss', 'loss', loss)
     for n, p in twin.named_parameters():

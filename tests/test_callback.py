@@ -783,7 +783,7 @@ def test_another_model_or_another_layer_is_taken_up():
 # --- bad input ---
 
 @pytest.mark.parametrize('kw, says', [
-    (dict(), 'DynamicScaler'), (dict(dtype='bf16', scaler=DynamicScaler()), "BF16 has FP32's range"), (dict(scaler=512), '512 is not a policy'),
+    (dict(dtype='fp16'), 'DynamicScaler'), (dict(dtype='bf16', scaler=DynamicScaler()), "BF16 has FP32's range"), (dict(scaler=512), '512 is not a policy'),
     (dict(dtype='fp32'), 'fp32'), (dict(dtype=torch.float64, scaler=StaticScaler()), 'float64'), (dict(scaler=StaticScaler(), compute='tpu'), "'tpu'")])
 def test_arguments_that_cannot_work_are_sentences(kw, says):
     learn = learner(mixed=None)
