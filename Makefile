@@ -1,4 +1,4 @@
-# make course · test · check · claims · lab · site · studies · bench · mutants · fuzz · matrix · readme · release
+# make course · test · export · check · claims · lab · site · studies · bench · mutants · fuzz · matrix · readme · release
 # Each target sets up .venv by itself; a second run installs nothing. settings.ini says what is installed.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ CHAPTERS ?=
 STUDIES ?= $(filter-out studies/runner.py,$(wildcard studies/*.py))
 OUT ?= _course
 
-.PHONY: help course test check claims lab site studies bench mutants fuzz matrix readme release
+.PHONY: help course test export check claims lab site studies bench mutants fuzz matrix readme release
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -17,6 +17,9 @@ course: .venv/.installed ## run the chapters and write their pages to _course/ (
 
 test: .venv/.installed ## run the checks; a second time only what has changed (ALL=1 for all that CI runs)
 	@$(BIN)/python tests/run.py
+
+export: .venv/.installed ## write mpcourse/ from the notebooks: nbdev_export, and docstrings from the comments
+	@$(BIN)/python -m tools.export
 
 check: .venv/.installed ## check your solutions of a chapter (CHAPTER=11 FILE=mine.py)
 	@$(BIN)/python -m tools.exercises check $(CHAPTER) $(FILE)

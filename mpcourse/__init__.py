@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; the aliases mark the na
     from .emulate import exact_loss as exact_loss
     from .formats import FloatFormat as FloatFormat
     from .formats import get_format as get_format
+    from .fp8 import RECIPES as RECIPES
     from .fp8 import Recipe as Recipe
     from .fp8 import fp8_linear as fp8_linear
     from .fp8 import simulate_fp8 as simulate_fp8
@@ -61,6 +62,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; the aliases mark the na
     from .simulator import save_trace as save_trace
     from .step import MixedStep as MixedStep
     from .step import StepOutcome as StepOutcome
+    from .tensorcore import as_gpu as as_gpu
     from .tensorcore import fp32_accumulate as fp32_accumulate
     from .underflow import note_flushed as note_flushed
     from .underflow import probe_flushed as probe_flushed
@@ -78,7 +80,7 @@ _NAMES = {
     'dynamic': ['DynamicScaler'],
     'emulate': ['emulate_format', 'exact_loss'],
     'formats': ['FloatFormat', 'get_format'],
-    'fp8': ['Recipe', 'fp8_linear', 'simulate_fp8'],
+    'fp8': ['RECIPES', 'Recipe', 'fp8_linear', 'simulate_fp8'],
     'gradscaler': ['GradScaler'],
     'half': ['model_bytes', 'model_to_float', 'model_to_half', 'saved_bytes'],
     'layerwise': ['LayerwiseScaler'],
@@ -92,7 +94,7 @@ _NAMES = {
     'scaler': ['LossScaler', 'StaticScaler'],
     'simulator': ['load_trace', 'record_trace', 'replay', 'save_trace'],
     'step': ['MixedStep', 'StepOutcome'],
-    'tensorcore': ['fp32_accumulate'],
+    'tensorcore': ['as_gpu', 'fp32_accumulate'],
     'underflow': ['note_flushed', 'probe_flushed'],
     'unit': ['assert_unit_scaled'],
     'unit_models': ['unit_param_groups', 'unit_scale'],

@@ -137,8 +137,9 @@ def is_known(
 )->bool:
     "Does `step_of` know how it scales a gradient?"
     if isinstance(opt, torch.optim.SGD): return True
-    adams = all('betas' in g and 'eps' in g for g in opt.param_groups)
-    return adams and any('exp_avg_sq' in state for state in opt.state.values())
+    for group in opt.param_groups:
+        if 'betas' not in group or 'eps' not in group: return False
+    return any('exp_avg_sq' in state for state in opt.state.values())
 
 def step_of(
     g:torch.Tensor, # a gradient
@@ -428,13 +429,15 @@ class Advice:
 def verdicts_on(
     looks, opt, # after `watch`
 )->dict: # scheme -> (verdict, why), of those that do not refuse the net
-    "The verdicts on all schemes; of gradients that arrive, none says how an unknown optimizer steps"
+    "The verdicts on all schemes; that gradients arrive says nothing of an unknown optimizer's step"
     verdicts = {}
-    unknown = f'how {type(opt).__name__} scales a gradient is not known: SGD and the kinds of Adam are'
+    unknown = (f'how {type(opt).__name__} scales a gradient is not known: '
+               'SGD and the kinds of Adam are')
     for n, seen in looks.seen.items():
         if n in STORED or n in looks.refused: continue
         verdicts[n] = judge(seen)
-        if not (is_known(opt) or 2*seen.count(None) >= len(seen)): verdicts[n] = 'cannot tell', unknown
+        lost = 2*seen.count(None) >= len(seen)
+        if not (lost or is_known(opt)): verdicts[n] = 'cannot tell', unknown
     bf16 = verdicts.get('BF16', ('',))[0]
     for n in looks.shadows:                 # whose failures are too few to say no: see the chapter
         verdict, why = judge(looks.seen[n], -math.inf)
@@ -452,7 +455,20 @@ def advise_schemes(
     schedule:Callable|None=None, # step number -> factor of the learning rate
     schemes:tuple|list=STEPS + tuple(STORED), # names
 )->Advice: # model and optimizer are not changed
-    "Watch copies train in FP32, and say which schemes will train like it"
+    """Watch copies train in FP32, and say which schemes will train like it
+
+    Args:
+        model: in FP32, where its training begins
+        opt: torch optimizer of its parameters
+        loss_func: (FP32 predictions, targets) -> 0-dim loss
+        batches: iterable of (inputs, targets); inputs: a tensor, or a tuple of them
+        steps: to watch
+        schedule: step number -> factor of the learning rate
+        schemes: names
+
+    Returns:
+        model and optimizer are not changed
+    """
     unknown = set(schemes) - {*STEPS, *STORED}
     if unknown:
         raise ValueError(f'There is no advice on {", ".join(unknown)}: take some of '

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCHEMES', 'lost_share', 'verdict', 'Training', 'toy_training', 'measured_scale', 'with_floor', 'by_layer',
-           'scaled_by', 'rounded_once', 'stored_in', 'at_output', 'converted', 'validate_scheme_name', 'scored',
-           'train_scheme', 'attempt', 'compare_schemes', 'verdicts', 'summary', 'plot_shares', 'compare_html',
-           'stored_shares', 'standings']
+           'scaled_by', 'rounded_once', 'stored_in', 'is_differentiable', 'at_output', 'converted',
+           'validate_scheme_name', 'scored', 'train_scheme', 'attempt', 'compare_schemes', 'verdicts', 'summary',
+           'plot_shares', 'compare_html', 'stored_shares', 'standings']
 
 # %% ../nbs/33_compare.ipynb #276efcee
 import json, math
@@ -134,6 +134,8 @@ def stored_in(
         return step
     return begin
 
+def is_differentiable(p): return isinstance(p, torch.Tensor) and p.requires_grad
+
 def at_output(
     t, # a Training
     target:float=2.**7, # where the largest gradient shall lie; E4M3 ends at 448
@@ -141,8 +143,9 @@ def at_output(
     "The power of two that brings the largest gradient of the first predictions up to the target"
     xb, yb = next(iter(t.batches()))
     pred = predict(deepcopy(t.model), xb)
-    outputs = [p for p in tree_leaves(pred) if isinstance(p, torch.Tensor) and p.requires_grad]
-    grads = torch.autograd.grad(t.loss_func(pred, yb), outputs, allow_unused=True)
+    loss = t.loss_func(pred, yb)
+    outputs = list(filter(is_differentiable, tree_leaves(pred)))
+    grads = torch.autograd.grad(loss, outputs, allow_unused=True)
     largest = max(g.abs().max() for g in grads if g is not None)
     return 2.**math.floor(math.log2(target/largest))
 
@@ -246,7 +249,17 @@ def compare_schemes(
     seeds:int=6, # of each
     store:str|Path|None=None, # a file for this net: a training that it holds is not repeated
 )->list: # of dicts: scheme, seed, before, score, skipped, refused
-    "Train a net under several schemes, each with the same seeds"
+    """Train a net under several schemes, each with the same seeds
+
+    Args:
+        make: seed -> Training
+        schemes: names of `SCHEMES`; None: all. FP32 is always among them
+        seeds: of each
+        store: a file for this net: a training that it holds is not repeated
+
+    Returns:
+        of dicts: scheme, seed, before, score, skipped, refused
+    """
     if schemes is None: schemes = SCHEMES
     names = list(dict.fromkeys(['FP32', *schemes]))
     for name in names: validate_scheme_name(name)

@@ -9,6 +9,7 @@ __all__ = ['GradScaler']
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from itertools import chain
 from weakref import finalize, ref
 
 import torch
@@ -86,7 +87,25 @@ def _as_one(model):
     raise TypeError(f'model={model!r} is no model: give an nn.Module, or a list of them.')
 
 class GradScaler(_PolicyNumbers, torch.amp.GradScaler):
-    "torch.amp.GradScaler with any policy of ours: change the import, keep the loop"
+    """torch.amp.GradScaler with any policy of ours: change the import, keep the loop
+
+    Two things differ from torch's. Where the loss itself is not finite, the scale stays: torch
+    halves it, as `skip_nonfinite_loss=False` does. With `model=`, a skipped step puts back what
+    its batch wrote into buffers. After `update()`, `last_outcome.stepped` says whether the
+    optimizers have stepped; until then `last_outcome` is None.
+
+    Args:
+        device: 'cuda' …; None: that of the first loss; or the policy
+        init_scale: of torch's rule: 2^16 if None
+        growth_factor: of torch's rule: 2 if None
+        backoff_factor: of torch's rule: 0.5 if None
+        growth_interval: of torch's rule: 2000 if None
+        enabled: False: every method passes its argument through
+        policy: None: torch's rule, with skip_nonfinite_loss
+        skip_nonfinite_loss: of torch's rule: False as torch decides; True if None
+        model: its buffers go back where any optimizer skips
+        group: process group that decides together; None: all ranks, if there are any
+    """
     def __init__(self,
         device:str|LossScaler|None=None, # 'cuda' …; None: that of the first loss; or the policy
         init_scale:float|None=None, # of torch's rule: 2^16 if None
@@ -140,13 +159,21 @@ def _validate_losses(x):
         f'scale() takes a loss or a list of losses, and this is {x!r:.60}: '
         'give one of its values, such as outputs["loss"].')
     losses = list(map(_validate_losses, x))                  # a generator would be read twice
-    return tuple(losses) if isinstance(x, tuple) else losses
+    if isinstance(x, tuple): return tuple(losses)
+    return losses
 
 @patch
 def scale(self:GradScaler,
     outputs:torch.Tensor|Iterable, # a loss, or a list, tuple or iterable of them
 )->torch.Tensor|Iterable: # the same, times the scale
-    "As torch's; notes whether the loss itself is finite"
+    """As torch's; notes whether the loss itself is finite
+
+    Args:
+        outputs: a loss, or a list, tuple or iterable of them
+
+    Returns:
+        the same, times the scale
+    """
     if not self._enabled: return outputs
     if self.controller is None:
         self.controller = StepController(self.policy, self.model, self.group)
@@ -156,32 +183,37 @@ def scale(self:GradScaler,
     return scaled
 
 # %% ../nbs/11_gradscaler.ipynb #a092ad4a
+_OF_LOSS = 'loss_nonfinite', ('amax', 'loss')
+
 def _numbers(g): return g.coalesce()._values() if g.is_sparse else g
 
 def _gradients_now(optimizer):
     "Each gradient that it will use, and how often that was written to"
-    grads = (p.grad for ps in group_params(optimizer) for p in ps)
-    return {id(g): (ref(g), g._version) for g in grads if g is not None}
+    found = {}
+    for p in chain(*group_params(optimizer)):
+        if p.grad is not None: found[id(p.grad)] = ref(p.grad), p.grad._version
+    return found
 
 @patch
-def _validate_unscaled_once(self:GradScaler, optimizer, state):
-    "ValueError if another optimizer has unscaled the same gradient"
-    others = [s['unscaled'] for s in self._per_optimizer_states.values() if s is not state and 'unscaled' in s]
-    if not others: return
-    for g, version in _gradients_now(optimizer).values():
-        if any(then.get(id(g())) == (g, version) for then in others): raise ValueError(
-            f'A weight is in two optimizers, and this {type(optimizer).__name__} would unscale its '
-            'gradient a second time: give each weight to one optimizer, or call zero_grad() and '
-            'backward() in between.')
+def _begin(self:GradScaler, optimizer, state):
+    "A new step of an optimizer; ValueError if another one has unscaled the same gradient"
+    self.controller.count_on(optimizer)
+    self.last_outcome = None                                 # it was the last step's
+    for s in self._per_optimizer_states.values():
+        if s is state or 'unscaled' not in s: continue
+        for g, now in _gradients_now(optimizer).items():
+            then = s['unscaled'].get(g, (None, None))
+            if then[0] is now[0] and then[1] == now[1]: raise ValueError(
+                f'A weight is in two optimizers, and this {type(optimizer).__name__} would unscale '
+                'its gradient a second time: give each weight to one optimizer, or call '
+                'zero_grad() and backward() in between.')
 
 @patch
 def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16):
     "Called whenever torch unscales: count for the policy, check, unscale, and add up over ranks"
     controller = self.controller
-    controller.count_on(optimizer)
-    self.last_outcome = None                                 # it was the last step's
     state = self._per_optimizer_states[id(optimizer)]
-    self._validate_unscaled_once(optimizer, state)
+    self._begin(optimizer, state)
     torchs = torch.amp.GradScaler._unscale_grads_
     alone = decision_group(self.group, self.model) is None
     if controller.counted:
@@ -198,10 +230,7 @@ def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16
     seen = controller.gather()
     state['seen'] = seen
     state['unscaled'] = _gradients_now(optimizer)
-    of_loss = dict(controller.stats)                         # the next optimizer needs it, too
-    controller.reset()
-    for n in ('loss_nonfinite', ('amax', 'loss')):
-        if n in of_loss: controller.stats[n] = of_loss[n]
+    controller.reset(_OF_LOSS)                               # the next optimizer needs it, too
     skips = seen['skips']
     if not alone or len(flags) > 1: skips = skips.clamp(max=1)
     return {skips.device: skips}
@@ -221,7 +250,16 @@ def step(self:GradScaler,
     *args, # for its step
     **kwargs, # for its step; no closure
 )->float|None: # what the optimizer's step returns; None if it was skipped
-    "As torch's; a fused optimizer skips by itself on the device, so the host does not wait"
+    """As torch's; a fused optimizer skips by itself on the device, so the host does not wait
+
+    Args:
+        optimizer: whose gradients carry the scale, or have been unscaled
+        *args: for its step
+        **kwargs: for its step; no closure
+
+    Returns:
+        what the optimizer's step returns; None if it was skipped
+    """
     torchs = torch.amp.GradScaler.step
     fused = getattr(optimizer, '_step_supports_amp_scaling', False)
     if not (self._ready and fused): return torchs(self, optimizer, *args, **kwargs)
@@ -239,7 +277,14 @@ def step(self:GradScaler,
 def update(self:GradScaler,
     new_scale:float|torch.Tensor|None=None, # the next scale, in place of the policy's
 ):
-    "Let the policy choose the next scale; ValueError for a float that cannot work as one"
+    """Let the policy choose the next scale; ValueError for a float that cannot work as one
+
+    Args:
+        new_scale: the next scale, in place of the policy's
+
+    Raises:
+        ValueError: for a float that cannot work as one
+    """
     if not self._enabled: return
     if isinstance(new_scale, float):
         validate_scale(new_scale, self.policy.min_scale, self.policy.max_scale)
@@ -293,7 +338,11 @@ def _warn_of_buffers(self:GradScaler, outcome):
 # %% ../nbs/11_gradscaler.ipynb #8044a842
 @patch
 def state_dict(self:GradScaler)->dict: # torch's keys, and the policy's own state under 'policy'
-    "All that scaler and policy remember; {} if disabled, as torch's"
+    """All that scaler and policy remember; {} if disabled, as torch's
+
+    Returns:
+        torch's keys, and the policy's own state under 'policy'
+    """
     state = torch.amp.GradScaler.state_dict(self)
     if state: state['policy'] = self.policy.state_dict()
     return state
@@ -302,7 +351,15 @@ def state_dict(self:GradScaler)->dict: # torch's keys, and the policy's own stat
 def load_state_dict(self:GradScaler,
     state:dict, # ours, or torch's own
 ):
-    "Restore; ValueError if the state is of another policy, RuntimeError if it is empty, as torch's"
+    """Restore; ValueError if the state is of another policy, RuntimeError if it is empty, as
+    torch's
+
+    Args:
+        state: ours, or torch's own
+
+    Raises:
+        ValueError: if the state is of another policy, RuntimeError if it is empty, as torch's
+    """
     if not self._enabled: return
     before = deepcopy(self.policy.state_dict())
     if 'policy' in state: self.policy.load_state_dict(state['policy'])

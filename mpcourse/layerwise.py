@@ -229,7 +229,16 @@ def read(self:LayerwiseWatch)->dict: # {name: 0-dim tensor}; nothing where no st
 
 # %% ../nbs/20_layerwise.ipynb #33cbd592
 class LayerwiseScaler(LossScaler):
-    "A loss scale, and a factor for each linear and convolutional layer (Zhao et al. 2019)"
+    """A loss scale, and a factor for each linear and convolutional layer (Zhao et al. 2019)
+
+    Args:
+        layers: a model, or names of its linear and convolutional layers
+        init_scale: the loss scale; it only ever falls
+        share: of each layer's gradient that may underflow, T
+        cap: the largest factor
+        every: steps from one choice of the factors to the next
+        **config: as for LossScaler: skip_nonfinite_loss, min_scale, max_scale
+    """
     def __init__(self,
         layers:nn.Module|list|tuple, # a model, or names of its linear and convolutional layers
         init_scale:float=1., # the loss scale; it only ever falls
@@ -259,7 +268,11 @@ class LayerwiseScaler(LossScaler):
     def __getstate__(self): return vars(self) | dict(watched=None)
 
     def watch(self, model:nn.Module)->LayerwiseWatch:
-        "Hook into the model's layers; ValueError if it does not have them"
+        """Hook into the model's layers; ValueError if it does not have them
+
+        Raises:
+            ValueError: if it does not have them
+        """
         if model is None:
             raise ValueError(f'{self!r} watches the model, and none was given: pass model=.')
         self.watched = LayerwiseWatch(self, model)
@@ -275,7 +288,11 @@ class LayerwiseScaler(LossScaler):
         return scaled
 
     def inv_scale(self, name:str|None=None)->Tensor:
-        "What takes the scale out of a parameter's gradient; ValueError if no pass reached it"
+        """What takes the scale out of a parameter's gradient; ValueError if no pass reached it
+
+        Raises:
+            ValueError: if no pass reached it
+        """
         carried = self.watched.carried if self.watched else {}
         if name not in carried:
             raise ValueError(
@@ -301,7 +318,11 @@ def next_scale(self:LayerwiseScaler, stats:dict)->Tensor:
 def choose(self:LayerwiseScaler,
     stats:dict, # {name: 0-dim tensor}, with those of all layers
 )->LayerwiseScaler:
-    "Choose each layer's factor from its statistics; 0 where they are all zero, or not finite"
+    """Choose each layer's factor from its statistics; 0 where they are all zero, or not finite
+
+    Args:
+        stats: {name: 0-dim tensor}, with those of all layers
+    """
     def stacked(*kind): return torch.stack([stats[(*kind, n)] for n in self.layers])
     carried = stacked('amax', 'carried')
     peak = stacked('amax', 'peak')
@@ -313,7 +334,11 @@ def choose(self:LayerwiseScaler,
 
 @patch
 def by_layer(self:LayerwiseScaler)->dict: # name -> float; 0: not known
-    "The product of the factors from the loss down to each layer"
+    """The product of the factors from the loss down to each layer
+
+    Returns:
+        name -> float; 0: not known
+    """
     return dict(zip(self.layers, self.factors.tolist()))
 
 # %% ../nbs/20_layerwise.ipynb #bf929fcb
@@ -324,7 +349,14 @@ def measured(cls:LayerwiseScaler,
     loss_func:Callable, # (predictions, targets) -> 0-dim loss
     **config, # as for the class; the loss scale is `StaticScaler.measured`'s, unless given
 )->LayerwiseScaler:
-    "Loss scale and factors from FP32 backward passes of one batch"
+    """Loss scale and factors from FP32 backward passes of one batch
+
+    Args:
+        model: in FP32; neither it nor its .grad is changed
+        batch: (inputs, targets); inputs as for `toys.call_args`
+        loss_func: (predictions, targets) -> 0-dim loss
+        **config: as for the class; the loss scale is `StaticScaler.measured`'s, unless given
+    """
     if 'init_scale' not in config:
         measured = StaticScaler.measured(model, batch, loss_func)
         config['init_scale'] = max(1., measured.scale.item())
@@ -334,7 +366,8 @@ def measured(cls:LayerwiseScaler,
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     params = [p for p in model.parameters() if p.requires_grad]
     try:
-        pred = torch.func.functional_call(model, buffers, *call_args(x))
+        args, kwargs = call_args(x)
+        pred = torch.func.functional_call(model, buffers, args, kwargs)
         torch.autograd.grad(self.scale_loss(loss_func(pred, y)), params, allow_unused=True)
         stats = watch.read()
         stats['found_inf'] = torch.zeros_like(self.scale)

@@ -231,7 +231,15 @@ def tensor_stats(
     tensors:list, # floating, any shapes; one device
     names:tuple|list=tuple(STATISTICS), # of `STATISTICS`
 )->Tensor: # (tensors, names) float32, on their device
-    "Statistics of tensors, without waiting for the device"
+    """Statistics of tensors, without waiting for the device
+
+    Args:
+        tensors: floating, any shapes; one device
+        names: of `STATISTICS`
+
+    Returns:
+        (tensors, names) float32, on their device
+    """
     names = validate_choice(names, STATISTICS, 'statistic')
     sums = torch.stack([tensor_sums(t) for t in tensors])
     return sums_to_stats(sums, names).float()
@@ -317,7 +325,8 @@ class StepSums(TensorHooks):
         self.factors = {}           # name: what takes the scale out; None: of all other gradients
         self.passes = [{}]          # rows of forward passes, until a gradient comes back
         self.leaves = []            # the nodes at which the model's graphs begin
-        self.task, self.adds = -1, False    # the running backward pass, and whether it trains
+        self.task = -1              # the running backward pass
+        self.adds = False           # does it train?
         self.differentiated = False
 
     def begin(self, module, args, kwargs):
@@ -336,9 +345,10 @@ class StepSums(TensorHooks):
             if t.requires_grad: t.register_hook(OwnedHook(self, 'returned', self.passes[-1]))
 
     def trains(self):
-        "Does the running backward pass add to `.grad`, or did a model or a loss ask for a derivative?"
+        "Does the running backward pass add to `.grad`? Not if a model asks for a derivative inside"
         task = torch._C._current_graph_task_id()
-        if task != self.task: self.task, self.adds = task, any(map(_is_added_to, self.leaves))
+        if task != self.task: self.adds = any(map(_is_added_to, self.leaves))
+        self.task = task
         return self.adds
 
     def returned(self, seen, grad):
@@ -418,7 +428,28 @@ class CollectionLog:
 
 # %% ../nbs/15_monitor.ipynb #18m00054
 class TensorCollector(CollectionLog, AbstractContextManager):
-    "Measures a model's tensors on some steps of any training loop; keeps numbers, and no tensor"
+    """Measures a model's tensors on some steps of any training loop; keeps numbers, and no tensor
+
+        with TensorCollector(model, every=100, scaler=scaler) as collector:
+            for xb, yb in loader:
+                ...                     # forward, backward, step
+                collector.step()        # after the optimizer's
+        collector.frame()               # a pandas DataFrame, a row for each tensor and step
+
+    Norm, largest entry, share of zeros … of activations, of their gradients and of the weights'.
+
+    Args:
+        model: in training
+        every: steps from one collection to the next; or step -> bool
+        kinds: some of these
+        names: as for `match_names`; also 'input' and 'loss'
+        types: classes of modules, as for `watched_modules`
+        stats: some of `STATISTICS`, 'hist', 'update_ratio'
+        opt: torch or fastai optimizer whose moments are measured
+        scaler: what is in the gradients: a LossScaler, a GradScaler, or a number
+        writers: paths, as for `open_writer`, or functions of (step, rows)
+        keep: collections to remember
+    """
     def __init__(self,
         model:nn.Module, # in training
         every:int|Callable=10, # steps from one collection to the next; or step -> bool
@@ -468,7 +499,11 @@ class TensorCollector(CollectionLog, AbstractContextManager):
     def step(self,
         loss:object=None, # of this step, unscaled; a number or a tensor
     ):
-        "The end of a step, taken or skipped: call it after the optimizer's, in each step"
+        """The end of a step, taken or skipped: call it after the optimizer's, in each step
+
+        Args:
+            loss: of this step, unscaled; a number or a tensor
+        """
         if self.seen:
             with _disable_current_modes():
                 if not self.seen.differentiated:            # count all forward passes

@@ -10,6 +10,7 @@ import copy, linecache, math, sys
 from collections.abc import Callable, Hashable
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -555,16 +556,15 @@ def find_scheme(
     scheme, # as for `probe_precision`
 )->object: # the same, with a recipe for its name and 'bf16' for torch.bfloat16
     "Look a scheme up; ValueError that lists them"
-    from mpcourse.fourbits import FP4_RECIPES
-    from mpcourse.fp8 import RECIPES
-    recipes = RECIPES | FP4_RECIPES
-    names = dict.fromkeys((*_HALVES, *(f'{n} weights' for n in _HALVES)))
-    known = {n: n for n in names} | {d: n for n, d in _HALVES.items()} | recipes
+    recipes = import_module('mpcourse.fp8').RECIPES          # chapters 27 and 28 come later
+    recipes = recipes | import_module('mpcourse.fourbits').FP4_RECIPES
+    names = *_HALVES, 'fp16 weights', 'bf16 weights'
+    known = dict(zip(names, names)) | dict(zip(_HALVES.values(), _HALVES)) | recipes
     if scheme is None or callable(scheme) or hasattr(scheme, 'call'): return scheme
     if isinstance(scheme, Hashable) and scheme in known: return known[scheme]
     raise ValueError(
-        f'There is no scheme {scheme!r}: take {", ".join(map(repr, [*names, *recipes]))}, a Recipe, '
-        'a function that makes a context, or None.')
+        f'There is no scheme {scheme!r}: take one of {", ".join((*names, *recipes))}, '
+        'a Recipe, a function that makes a context, or None.')
 
 def arithmetic(
     scheme, # as for `probe_precision`
@@ -655,13 +655,22 @@ def run_low(
 # %% ../nbs/18_probe.ipynb #1800005b
 @dataclass
 class ProbeReport:
-    "All tensors of a step, in the order in which they are computed, and where precision is lost"
+    """All tensors of a step, in the order in which they are computed, and where precision is lost
+
+    Args:
+        rows: of Row
+        parted: number of the first call at which the two runs did different things
+    """
     rows:list # of Row
     parted:int|None=None # number of the first call at which the two runs did different things
 
     @property
     def faults(self)->list: # of rows, one for each line of code and direction, in order
-        "Where errors begin"
+        """Where errors begin
+
+        Returns:
+            of rows, one for each line of code and direction, in order
+        """
         first = {}
         for row in self.rows:
             if not row.kind: continue
@@ -727,7 +736,14 @@ def sentence(self:ProbeReport)->str:
 def table(self:ProbeReport,
     faults:bool=False, # only the rows where an error begins
 )->object: # a DataFrame
-    "A pandas DataFrame"
+    """A pandas DataFrame
+
+    Args:
+        faults: only the rows where an error begins
+
+    Returns:
+        a DataFrame
+    """
     import pandas as pd
     rows = self.faults if faults else self.rows
     columns = ('direction', 'op', 'name', 'where', 'error', 'carried', 'own',
@@ -740,7 +756,16 @@ def plot(self:ProbeReport,
     label:str='', # for a legend
     color:str=CYCLE[0], # of the line
 )->object: # the axes
-    "The error of each tensor, in order, on a log axis; a ring where an error begins"
+    """The error of each tensor, in order, on a log axis; a ring where an error begins
+
+    Args:
+        ax: matplotlib axes
+        label: for a legend
+        color: of the line
+
+    Returns:
+        the axes
+    """
     import matplotlib.pyplot as plt
     if ax is None: ax = plt.subplots(figsize=(8, 3))[1]
     errors = self.table().error.clip(1e-6, 1e3)
@@ -765,7 +790,20 @@ def probe_precision(
 )->ProbeReport:
     """Run a batch in FP32 and in few bits, and compare each tensor: where is precision lost?
 
-    ValueError for an unknown scheme."""
+    ValueError for an unknown scheme.
+
+    Args:
+        model: in FP32, or as it is trained; it is not changed
+        batch: (inputs, targets); inputs as for `toys.call_args`
+        loss_func: (predictions in FP32, targets) -> 0-dim loss, or a nest of losses
+        scheme: a name, a Recipe, a format, a context's maker, or None: the model's own
+        scale: on the loss
+        opt: of the model's parameters: compare its step, too
+        most: entries that are looked at in each tensor; None: all
+
+    Raises:
+        ValueError: for an unknown scheme
+    """
     batch = split_batch(batch)
     model = getattr(model, '_orig_mod', model)              # inside torch.compile
     kind = next(model.parameters()).device.type

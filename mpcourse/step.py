@@ -220,7 +220,19 @@ def nonfinite_names(
 # %% ../nbs/09_step.ipynb #d3f3d309
 @dataclass
 class StepOutcome:
-    "The result of a step; nothing is read from the device before it is asked for"
+    """The result of a step; nothing is read from the device before it is asked for
+
+    Args:
+        found_inf: 0-dim: greater than 0 where the step is to be skipped
+        scale: 0-dim: the loss scale of this step
+        next_scale: 0-dim: the loss scale of the next
+        held: 0-dim: how many steps in a row, up to this one, had a loss that was not finite
+        skips: how many steps in a row, up to this one, are to be skipped
+        number: of the step in this process
+        floor: lowest scale allowed; 0 if the first scale was already the lowest
+        grads: (name, gradient, unscaled gradient), until the first look
+        nonfinite: after the first look: whose gradient was not finite on this rank
+    """
     found_inf:Tensor # 0-dim: greater than 0 where the step is to be skipped
     scale:Tensor # 0-dim: the loss scale of this step
     next_scale:Tensor # 0-dim: the loss scale of the next
@@ -268,8 +280,8 @@ class StepOutcome:
                       'look at the model and its data.')
         elif skips >= LOOK_EVERY > held:
             warn_user(f'Every step from step {self.number - skips + 1} on has been skipped: some '
-                      'gradient is never finite, or each step builds a scaler of its own. Lower the '
-                      'scale, try a batch in FP32, or build the scaler before the loop.')
+                      'gradient is never finite, or each step builds a scaler of its own. '
+                      'Lower the scale, try a batch in FP32, or build the scaler before the loop.')
 
 # %% ../nbs/09_step.ipynb #11c4ed02
 def find_joinables(
@@ -318,13 +330,19 @@ class StepController:
         self.watched = scaler.watch(model)
         self.buffers = BufferSnapshot(model)
         self.joinables = None                                # looked for once, among several ranks
+        self.stats = {}
         self.names = {}
         if model is not None: self.names = {p: n for n, p in model.named_parameters()}
         self.reset()
 
-    def reset(self):
+    def reset(self,
+        keep=(), # names of statistics
+    ):
         "Forget what was collected"
+        old = self.stats
         self.stats, self.named = {}, []
+        for n in keep:
+            if n in old: self.stats[n] = old[n]
         if self.watched: self.watched.reset()
 
     def add(self,
@@ -480,7 +498,7 @@ def validate_scheme(
     scaler, # a LossScaler, or None
 )->torch.dtype:
     "The dtype; ValueError unless FP16 has a scaler, or BF16 none or a constant one"
-    if dtype is None: dtype = 'bf16' if scaler is None else 'fp16'
+    if dtype is None: dtype = ('fp16', 'bf16')[scaler is None]
     dtype = half_dtype(dtype)
     if not isinstance(scaler, LossScaler | None):
         raise ValueError(f'{scaler!r} is not a policy: give one, such as DynamicScaler(); '
@@ -518,10 +536,11 @@ def explained(
     "A context for its forward pass under autocast: if it fails, a float64 input is named"
     try: yield
     except RuntimeError as e:
-        doubles = [t for t in tree_leaves(xb) if isinstance(t, Tensor) and t.dtype == torch.float64]
-        if not doubles: raise
-        raise ValueError('An input is torch.float64, which is the usual dtype of NumPy, and autocast '
-                         f'does not cast it: give x.float(). ({e})') from e
+        for t in tree_leaves(xb):
+            if isinstance(t, Tensor) and t.dtype == torch.float64: raise ValueError(
+                'An input is torch.float64, which is the usual dtype of NumPy, and autocast does '
+                f'not cast it: give x.float(). ({e})') from e
+        raise
 
 def validate_optimizer(
     opt, # a torch or fastai optimizer
@@ -561,12 +580,13 @@ def validate_unmoved(
 # %% ../nbs/09_step.ipynb #0c37ec3d
 _LOGS = re.compile('(Log|Log1P|Log2|Log10)Backward')
 # infinite where a probability is 0 or 1
-_POLES = re.compile('(BinaryCrossEntropy|Logit|Atanh|Erfinv|Xlogy|SpecialXlog1Py|SpecialEntr)Backward')
+_POLES = re.compile('(BinaryCrossEntropy|Logit|Atanh|Erfinv|Xlogy|SpecialXlog1Py|SpecialEntr)'
+                    'Backward')
 _PROBABILITIES = re.compile('(Sigmoid|Softmax|Tanh|Erf|Erfc)Backward')
 # behind these a probability is an input like any other; all other ops pass its rounding on
 _RENEWED = re.compile(
     '(Exp|Expm1|LogSoftmax|LogSigmoid|Logsumexp|Softplus|Mm|Addmm|Bmm|Baddbmm|Addbmm|Mv|Addmv|Dot|'
-    r'Linear|Embedding\w*|\w*Conv\w*|\w*Norm|\w*Attention\w*|\w*RNN\w*|\w*Rnn\w*|\w*Lstm\w*)Backward')
+    r'Linear|Embedding\w*|\w*Conv\w*|\w*Norm|\w*Attention\w*|\w*R[Nn][Nn]\w*|\w*Lstm\w*)Backward')
 
 def _is_log(node):
     "Is it a logarithm of something below 1, as a probability is? log(1 + p) is healthy"
@@ -574,8 +594,8 @@ def _is_log(node):
     if not found: return bool(_POLES.match(node.name()))
     x = node._saved_self
     if x.is_complex() or not x.numel(): return False
-    limit = 0. if found[1] == 'Log1P' else 1.
-    return bool(x.min() < limit)
+    limits = dict(Log1P=0.)
+    return bool(x.min() < limits.get(found[1], 1.))
 
 def validate_log_of_half(
     loss, # a loss, or a nest of them, before the backward pass
@@ -589,14 +609,30 @@ def validate_log_of_half(
             seen.add(inner)
             if not _PROBABILITIES.match(inner.name()): to_visit.append(inner)
             elif inner._input_metadata[0].dtype in HALVES: raise ValueError(
-                'The loss takes the logarithm of a probability that was computed in half precision, '
-                'where it is exactly 1 or 0 long before it is in FP32: hand the logits to '
-                'binary_cross_entropy_with_logits or cross_entropy, or take the sigmoid, softmax or '
-                'tanh of model(x).float() in the loss.')
+                'The loss takes the logarithm of a probability that was computed in half '
+                'precision, where it is exactly 1 or 0 long before it is in FP32: hand the logits '
+                'to binary_cross_entropy_with_logits or cross_entropy, or take the sigmoid, '
+                'softmax or tanh of model(x).float() in the loss.')
 
 # %% ../nbs/09_step.ipynb #39f21246
 class MixedStep:
-    "A step for `toys.fit`: forward and backward in half precision, the loss in FP32, any scaler"
+    """A training step in mixed precision: forward and backward in half, loss and weights in FP32
+
+    Build it once, before the loop, and call it for each batch:
+
+        step = MixedStep(DynamicScaler())       # FP16; MixedStep() is BF16
+        for xb, yb in loader: out = step(model, xb, yb, opt, F.cross_entropy)
+
+    A step whose gradients are not finite is skipped, and BatchNorm's statistics go back.
+    `step.scaler` has a state_dict; `step.outcome.stepped` says whether the step was taken.
+
+    Args:
+        scaler: which scale, and when to change it; FP16 needs one, BF16 none
+        dtype: 'fp16' or 'bf16'; None: FP16 with a scaler, BF16 without
+        compute: context of both passes; None: `fp32_accumulate` on a CPU only
+        clip: largest norm of the optimizer's unscaled gradients, all together
+        group: process group that decides together; None: all ranks, if there are any
+    """
     def __init__(self,
         scaler:LossScaler|None=None, # which scale, and when to change it; FP16 needs one, BF16 none
         dtype:str|torch.dtype|None=None, # 'fp16' or 'bf16'; None: FP16 with a scaler, BF16 without
@@ -614,7 +650,14 @@ class MixedStep:
     def begin(self,
         model:nn.Module, # in FP32
     ):
-        "Check a new model, and let the policy watch it; ValueError if it cannot be trained"
+        """Check a new model, and let the policy watch it; ValueError if it cannot be trained
+
+        Args:
+            model: in FP32
+
+        Raises:
+            ValueError: if it cannot be trained
+        """
         validate_trainable(model)
         if self.controller and self.controller.watched: self.controller.watched.remove()
         self.controller = StepController(self.scaler, model, self.group)
@@ -642,7 +685,18 @@ class MixedStep:
         opt:object, # of the model's parameters
         loss_func:Callable, # (FP32 predictions, targets) -> 0-dim loss, or a nest, which is added
     )->dict: # 'loss' without the scale, 'scale' of this step, 'skipped': 0-dim tensors
-        "A whole step: empty the gradients, forward, backward, unscale, decide, clip, step or skip"
+        """A whole step: empty the gradients, forward, backward, unscale, decide, clip, step or skip
+
+        Args:
+            model: in FP32, its inputs on its device
+            xb: inputs: a tensor, a list or tuple of them, or a mapping
+            yb: targets
+            opt: of the model's parameters
+            loss_func: (FP32 predictions, targets) -> 0-dim loss, or a nest, which is added
+
+        Returns:
+            'loss' without the scale, 'scale' of this step, 'skipped': 0-dim tensors
+        """
         if self.trained != (model, opt): validate_optimizer(opt, model)
         if self.controller is None or self.controller.model is not model: self.begin(model)
         self.trained = model, opt

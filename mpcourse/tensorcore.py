@@ -563,7 +563,11 @@ class OpMode(TorchDispatchMode, ContextDecorator):
         return f"{type(self).__name__}({', '.join(options)})"
 
 class fp32_accumulate(OpMode):
-    "Half precision on a CPU as a tensor core computes it: products summed in FP32, rounded once"
+    """Half precision on a CPU as a tensor core computes it: products summed in FP32, rounded once
+
+    Args:
+        overflow: 'inf', as on a GPU; 'saturate': FP16 results clipped at ±65504
+    """
     def __init__(self,
         overflow:str='inf', # 'inf', as on a GPU; 'saturate': FP16 results clipped at ±65504
     ):
@@ -639,9 +643,17 @@ class as_gpu(OpMode):
     """Matrix products, forward and backward, as a GPU's tensor cores compute them
 
     FP16 and BF16 tensors are computed in their format. FP32 tensors are cast to `fmt`, in FP8
-    with one scale for each tensor. Convolutions and fused attention raise NotImplementedError."""
+    with one scale for each tensor. Convolutions and fused attention raise NotImplementedError.
+
+    Args:
+        gpu: in `CORES`, or a `Core`; None: the casts alone, and sums in FP32
+        fmt: of FP32 operands: 'e4m3', 'fp16' …; None: FP32 stays as it is
+        grad: of gradients; None: E5M2 where fmt is E4M3, else fmt
+        promote: products after which the sum goes into an FP32 sum
+        acc: format of the sums
+    """
     def __init__(self,
-        gpu, # name in `CORES`, or a `Core`; None: the casts alone, and sums in FP32
+        gpu:str|Core|None, # in `CORES`, or a `Core`; None: the casts alone, and sums in FP32
         fmt:str|None=None, # of FP32 operands: 'e4m3', 'fp16' …; None: FP32 stays as it is
         grad:str|None=None, # of gradients; None: E5M2 where fmt is E4M3, else fmt
         promote:int|None=None, # products after which the sum goes into an FP32 sum
@@ -659,7 +671,7 @@ class as_gpu(OpMode):
         self.acc = acc
         self.is_gradient = {}   # storages of operands
 
-    def run(self, func, args, kwargs):
+    def run(self, func:Callable, args:tuple, kwargs:dict)->object:
         "Run an op; matrix products add up as the GPU does"
         if is_composite(func): return decompose(self, func, args, kwargs)
         if not is_product(func, args): return func(*args, **kwargs)

@@ -149,7 +149,8 @@ def split_batch(
 ) -> tuple: # inputs, targets
     "The two parts of a batch; TypeError for anything else, such as a tensor of two rows"
     if isinstance(batch, (list, tuple)) and len(batch) == 2: return tuple(batch)
-    what = f'{len(batch)} parts' if isinstance(batch, (list, tuple)) else f'a {type(batch).__name__}'
+    what = f'a {type(batch).__name__}'
+    if isinstance(batch, (list, tuple)): what = f'{len(batch)} parts'
     raise TypeError(f'A batch is a pair (inputs, targets), and this one is {what}: '
                     'put several inputs into a tuple or a dict, and give None for no targets.')
 

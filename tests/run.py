@@ -77,12 +77,12 @@ def copy_project(tmp):
 
 def in_sync(tmp):
     "Whether the package is what the notebooks export, no file more or less"
-    code = sh(BIN/'nbdev_export', cwd=tmp)
+    code = sh(BIN/'python', ROOT/'tools/export.py', cwd=tmp)
     new, old = ({p.name for p in (d/'mpcourse').glob('*.py')} for d in (tmp, ROOT))
     differ = sorted(n for n in new | old if n not in new & old
                     or not filecmp.cmp(tmp/'mpcourse'/n, ROOT/'mpcourse'/n, shallow=False))
     for n in differ:
-        print(f'mpcourse/{n} differs from what the notebooks export: run nbdev_export.')
+        print(f'mpcourse/{n} differs from what the notebooks export: run make export.')
     return check('the package is what the notebooks export', code == 0 and not differ)
 
 

@@ -43,9 +43,11 @@ def internal_imports(node):
 
 
 def functions(module):
-    "Every function of a module with the lines of its body"
+    "Every function of a module with the lines of its body; of a docstring, in which its parameters are, the first"
     for n in ast.walk(tree(module)):
-        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)): yield n, n.end_lineno - n.body[0].lineno + 1
+        if not isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)): continue
+        first = n.body[0].end_lineno if ast.get_docstring(n) else n.body[0].lineno
+        yield n, n.end_lineno - first + 1
 
 
 # --- modules ---
