@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PROBES', 'STEPS', 'STORED', 'weight_matrices', 'projection_ratio', 'SchemeProbe', 'as_taken', 'arrived',
-           'ProbeResults', 'advise_schemes']
+           'ProbeResults', 'find_names', 'advise_schemes']
 
 # %% ../nbs/34_advise.ipynb #eb62e07a
 import math, traceback
@@ -19,7 +19,8 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from .compare import Training, validate_scheme_name
+from .compare import find_step, Training
+from .fourbits import FP4_RECIPES
 from .fp8 import CastConfig, Recipe, RECIPES
 from .plots import figure_html
 from .probe import probe_precision
@@ -74,7 +75,7 @@ class SchemeProbe:
         t:Training, # its first batch is the one that a scheme measures
     ):
         self.t = replace(t, model=deepcopy(t.model))
-        self.step = validate_scheme_name(name)(self.t)
+        self.step = find_step(name)(self.t)
         self.scaler = getattr(self.step, 'scaler', None)
         self.share(t.model)
 
@@ -315,7 +316,7 @@ def begins(
 )->str: # empty where no error jumps, or where the probe cannot run
     "Where the damage of a scheme begins, and of which kind it is"
     scaler = looks.probes[name].scaler
-    try: row = probe_precision(model, batch, loss_func, PROBED[name], scaler or 1.).worst
+    try: row = probe_precision(model, batch, loss_func, PROBED.get(name, name), scaler or 1.).worst
     except Exception: looks.tracebacks[name] = traceback.format_exc()
     else:
         if row is None: return ''
@@ -446,6 +447,18 @@ def verdicts_on(
     return verdicts
 
 # %% ../nbs/34_advise.ipynb #6c8a116b
+def find_names(
+    schemes, # names in any case
+)->list: # as they are written here
+    "The schemes on which there is advice; ValueError that lists them"
+    names = *STEPS, *STORED, *RECIPES, *FP4_RECIPES
+    known = dict(zip(map(str.lower, names), names))
+    asked = list(map(str.lower, map(str, schemes)))
+    unknown = set(asked) - set(known)
+    if unknown: raise ValueError(
+        f'There is no advice on {", ".join(unknown)}: take some of {", ".join(names)}.')
+    return list(map(known.get, asked))
+
 def advise_schemes(
     model:nn.Module, # in FP32, where its training begins
     opt:torch.optim.Optimizer, # torch optimizer of its parameters
@@ -453,7 +466,7 @@ def advise_schemes(
     batches:Iterable, # iterable of (inputs, targets); inputs: a tensor, or a tuple of them
     steps:int=100, # to watch
     schedule:Callable|None=None, # step number -> factor of the learning rate
-    schemes:tuple|list=STEPS + tuple(STORED), # names
+    schemes:tuple|list=STEPS + tuple(STORED), # names, also of recipes
 )->Advice: # model and optimizer are not changed
     """Watch copies train in FP32, and say which schemes will train like it
 
@@ -464,15 +477,12 @@ def advise_schemes(
         batches: iterable of (inputs, targets); inputs: a tensor, or a tuple of them
         steps: to watch
         schedule: step number -> factor of the learning rate
-        schemes: names
+        schemes: names, also of recipes
 
     Returns:
         model and optimizer are not changed
     """
-    unknown = set(schemes) - {*STEPS, *STORED}
-    if unknown:
-        raise ValueError(f'There is no advice on {", ".join(unknown)}: take some of '
-                         f'{", ".join((*STEPS, *STORED))}.')
+    schemes = find_names(schemes)
     if not weight_matrices(model):
         raise ValueError('No weight matrix of this model is trained, and advice looks at nothing '
                          'else: a norm or a bias alone is trained in FP32, whatever the format.')
@@ -484,8 +494,9 @@ def advise_schemes(
     known = is_known(opt)
     del opt                                 # makes room
     looks.shadows.clear()
+    probed = {*PROBED, *RECIPES, *FP4_RECIPES}
     for n, (verdict, why) in verdicts.items():
-        if verdict == 'yes' or n not in PROBED or not known: continue
+        if verdict == 'yes' or n not in probed or not known: continue
         verdicts[n] = verdict, attributed(why, n, looks, first, model, loss_func)
     for n, why in looks.refused.items(): verdicts[n] = 'cannot run', why
     ordered = {n: verdicts[n] for n in schemes}

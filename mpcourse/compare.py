@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCHEMES', 'lost_share', 'verdict', 'Training', 'toy_training', 'measured_scale', 'with_floor', 'by_layer',
-           'scaled_by', 'rounded_once', 'stored_in', 'is_differentiable', 'at_output', 'converted',
-           'validate_scheme_name', 'scored', 'train_scheme', 'attempt', 'compare_schemes', 'verdicts', 'summary',
-           'plot_shares', 'compare_html', 'stored_shares', 'standings']
+           'scaled_by', 'rounded_once', 'stored_in', 'at_output', 'converted', 'scheme_name', 'find_step', 'scored',
+           'train_scheme', 'attempt', 'compare_schemes', 'verdicts', 'summary', 'plot_shares', 'compare_html',
+           'stored_shares', 'standings']
 
 # %% ../nbs/33_compare.ipynb #276efcee
 import json, math
@@ -25,7 +25,7 @@ from .accumulate import NoMasterWeights
 from .als import ALSScaler
 from .dynamic import DynamicScaler
 from .fourbits import FP4_RECIPES
-from .fp8 import CastConfig, Recipe, simulate_fp8
+from .fp8 import CastConfig, Recipe, RECIPES, simulate_fp8
 from .half import cast
 from .layerwise import LayerwiseScaler
 from .plots import CYCLE, figure_html
@@ -134,7 +134,7 @@ def stored_in(
         return step
     return begin
 
-def is_differentiable(p): return isinstance(p, torch.Tensor) and p.requires_grad
+def _is_differentiable(p): return isinstance(p, torch.Tensor) and p.requires_grad
 
 def at_output(
     t, # a Training
@@ -144,7 +144,7 @@ def at_output(
     xb, yb = next(iter(t.batches()))
     pred = predict(deepcopy(t.model), xb)
     loss = t.loss_func(pred, yb)
-    outputs = list(filter(is_differentiable, tree_leaves(pred)))
+    outputs = list(filter(_is_differentiable, tree_leaves(pred)))
     grads = torch.autograd.grad(loss, outputs, allow_unused=True)
     largest = max(g.abs().max() for g in grads if g is not None)
     return 2.**math.floor(math.log2(target/largest))
@@ -190,12 +190,24 @@ SCHEMES = {
     'NVFP4': converted(_NVFP4),
     'NVFP4 readout in FP32': converted(_NVFP4, readout=False)}
 
-def validate_scheme_name(
-    name:str, # one of `SCHEMES`
+def scheme_name(
+    name:str, # one of `SCHEMES` in any case, or a recipe's
+)->str: # as it is written there
+    "The name of a scheme as it is written here; ValueError that lists them"
+    recipes = RECIPES | FP4_RECIPES
+    if name in recipes: return name
+    for known in SCHEMES:
+        if str(name).lower() == known.lower(): return known
+    raise ValueError(f'There is no scheme {name!r}: there are {", ".join(SCHEMES)}, '
+                     f'and the recipes {", ".join(recipes)}.')
+
+def find_step(
+    name:str, # as for `scheme_name`
 )->Callable: # Training -> a step for `fit`
     "Look a scheme up by its name"
+    name = scheme_name(name)
     if name in SCHEMES: return SCHEMES[name]
-    raise ValueError(f'There is no scheme {name!r}: there are {", ".join(SCHEMES)}.')
+    return converted(name)
 
 def scored(
     t:Training, # with a score
@@ -213,7 +225,7 @@ def train_scheme(
     before = None
     if t.score: before = scored(t)
     with seeded(seed):
-        step = validate_scheme_name(name)(t)
+        step = find_step(name)(t)
         seen = fit(t.model, t.batches(), t.opt(t.model.parameters()), t.loss_func, step, t.schedule)
     skipped = sum(seen.get('skipped', [0]))
     if not t.score:
@@ -245,7 +257,7 @@ def _stored_results(file):
 
 def compare_schemes(
     make:Callable, # seed -> Training
-    schemes:list|tuple|None=None, # names of `SCHEMES`; None: all. FP32 is always among them
+    schemes:list|tuple|None=None, # as for `scheme_name`; None: all of `SCHEMES`. FP32 is always run
     seeds:int=6, # of each
     store:str|Path|None=None, # a file for this net: a training that it holds is not repeated
 )->list: # of dicts: scheme, seed, before, score, skipped, refused
@@ -253,7 +265,7 @@ def compare_schemes(
 
     Args:
         make: seed -> Training
-        schemes: names of `SCHEMES`; None: all. FP32 is always among them
+        schemes: as for `scheme_name`; None: all of `SCHEMES`. FP32 is always run
         seeds: of each
         store: a file for this net: a training that it holds is not repeated
 
@@ -261,8 +273,7 @@ def compare_schemes(
         of dicts: scheme, seed, before, score, skipped, refused
     """
     if schemes is None: schemes = SCHEMES
-    names = list(dict.fromkeys(['FP32', *schemes]))
-    for name in names: validate_scheme_name(name)
+    names = list(dict.fromkeys(['FP32', *map(scheme_name, schemes)]))
     done = {}
     if store: done = _stored_results(Path(store))
     for seed in range(seeds):

@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial, update_wrapper
+from importlib import import_module
 
 import torch, torch.nn.functional as F
 from fastcore.basics import patch
@@ -543,8 +544,9 @@ def _delayed(module, recipe):
 def _get_recipe(recipe):
     "A recipe itself, or by its name"
     if isinstance(recipe, Recipe): return recipe
-    if isinstance(recipe, str) and recipe in RECIPES: return RECIPES[recipe]
-    raise ValueError(f'There is no recipe {recipe!r}: take one of {", ".join(RECIPES)}, '
+    known = RECIPES | import_module('mpcourse.fourbits').FP4_RECIPES     # chapter 28 comes later
+    if isinstance(recipe, str) and recipe in known: return known[recipe]
+    raise ValueError(f'There is no recipe {recipe!r}: take one of {", ".join(known)}, '
                      'or make a Recipe.')
 
 # %% ../nbs/27_fp8.ipynb #58d10bfe

@@ -561,6 +561,7 @@ def find_scheme(
     names = *_HALVES, 'fp16 weights', 'bf16 weights'
     known = dict(zip(names, names)) | dict(zip(_HALVES.values(), _HALVES)) | recipes
     if scheme is None or callable(scheme) or hasattr(scheme, 'call'): return scheme
+    if isinstance(scheme, str): scheme = scheme.lower()
     if isinstance(scheme, Hashable) and scheme in known: return known[scheme]
     raise ValueError(
         f'There is no scheme {scheme!r}: take one of {", ".join((*names, *recipes))}, '

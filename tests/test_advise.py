@@ -188,9 +188,10 @@ def test_a_learner_is_advised_and_not_changed(opt, of):
 def test_the_console_command(tmp_path, monkeypatch, capsys):
     from mpcourse.cli import main
     monkeypatch.chdir(tmp_path)
-    assert main(['advise', 'relu_mlp', '--steps', '5']) == 0
+    assert main(['advise', 'relu_mlp', '--steps', '5']) == 3, 'some scheme is a no'
     out = capsys.readouterr().out
-    assert 'FP16 hold' in out and 'arrives in' in out and 'because' in out
+    assert 'FP16 hold' in out and 'arrives in' in out and '  no  ' in out
+    assert main(['advise', 'relu_mlp', '--steps', '2', '--schemes', 'bf16,tensorwise']) == 0
     assert main(['advise', 'chess']) == 2 and "There is no toy 'chess'" in capsys.readouterr().err
 
 

@@ -67,7 +67,7 @@ def test_replay_draws_into_the_current_folder_unless_told_otherwise(tmp_path, ca
 
 def test_a_policy_that_gives_up_is_named(capsys):
     code, out, _ = out_of(capsys, 'replay', '--storm', '011', '--policies', 'deepspeed', '--start', '1')
-    assert code == 0 and 'deepspeed gave up at step 2: ' in out
+    assert code == 3 and 'deepspeed gave up at step 2: ' in out
 
 
 @pytest.mark.parametrize('argv, says', [
@@ -163,3 +163,40 @@ def test_a_reader_that_has_seen_enough_is_no_traceback(tmp_path):
     p.stdout.close()
     _, err = p.communicate('go\n', timeout=120)
     assert p.returncode == 141 and err == ''
+
+
+# --- for programs ---
+
+@pytest.mark.parametrize('argv, keys', [
+    (('replay', '--storm', '001', '--policies', 'torch'), {'trace', 'policies', 'stopped'}), (('probe', 'relu_mlp', '--schemes', 'bf16,TENSORWISE'), {'bf16', 'TENSORWISE'}),
+    (('advise', 'relu_mlp', '--steps', '2', '--schemes', 'bf16'), {'verdicts', 'seen', 'remarks', 'settings', 'tracebacks'}),
+    (('compare', 'relu_mlp', '--steps', '3', '--seeds', '1', '--schemes', 'mx'), {'schemes', 'runs'}), (('doctor',), {'python', 'versions', 'formats', 'advice'})])
+def test_json_is_all_that_is_printed(argv, keys, capsys):
+    import json
+    code, out, _ = out_of(capsys, *argv, '--json')
+    assert code in (0, 3) and keys <= json.loads(out, parse_constant=pytest.fail).keys() and not Path('replay.png').exists()
+
+
+def test_a_fault_has_an_exit_code_and_plain_fields(tmp_path, capsys):
+    import json
+    (tmp_path/'s.py').write_text("""
+import torch, torch.nn.functional as F
+from torch import nn
+from mpcourse.compare import Training
+class Offset(nn.Module):
+    def __init__(self): super().__init__(); self.f = nn.Linear(4, 4)
+    def forward(self, x): return (self.f(x) + 1e4) - 1e4
+def make(seed):
+    torch.manual_seed(seed)
+    return Training(Offset(), lambda ps: torch.optim.SGD(ps, .1), F.mse_loss, lambda: iter([(torch.randn(32, 4), torch.randn(32, 4))]))
+""")
+    code, out, _ = out_of(capsys, 'probe', f'{tmp_path}/s.py:make', '--json')
+    fault = json.loads(out)['bf16'][0]
+    assert code == 3 and fault['line'] == 7 and fault['code'].endswith('- 1e4') and fault['first_try'] and isinstance(fault['error'], float | str)
+
+
+def test_what_is_missing_is_named_with_the_extra(monkeypatch, capsys):
+    for package in ('pandas', 'matplotlib', 'matplotlib.pyplot'): monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = out_of(capsys, 'compare', 'relu_mlp')
+    assert code == 2 and err == "`mpcourse compare` needs pandas, which is missing: pip install 'mpcourse[cli]'\n"
+    assert out_of(capsys, 'probe', 'relu_mlp')[0] == 0, 'it draws nothing'
