@@ -1,11 +1,12 @@
 """Mixed-precision training: the library that the notebooks of the course build.
 
 `mpcourse.__all__` lists the public names. Each is imported when it is first touched, so that `import mpcourse` costs
-nothing; the callbacks need fastai. Everything else lives in the modules.
+nothing. The callbacks need fastai, and are listed where it is installed. Everything else lives in the modules.
 """
 __version__ = "0.1.0"
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what editors and type checkers see; the aliases mark the names as public
@@ -101,13 +102,20 @@ _NAMES = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = list(_MODULE_OF)
+_OF_FASTAI = set()  # modules that cannot be imported here
+try:
+    if find_spec('fastai') is None: _OF_FASTAI = {'callback', 'learner'}
+except ImportError: _OF_FASTAI = {'callback', 'learner'}
+
+__all__ = [name for name, module in _MODULE_OF.items() if module not in _OF_FASTAI]
 
 
 if not TYPE_CHECKING:  # otherwise a checker would take any name for one of ours
     def __getattr__(name):
         if name not in _MODULE_OF:
             raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+        if _MODULE_OF[name] in _OF_FASTAI:
+            raise ImportError(f"{name} is a callback of fastai, which is missing: pip install 'mpcourse[fastai]'")
         return getattr(import_module(f'.{_MODULE_OF[name]}', __name__), name)
 
 

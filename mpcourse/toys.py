@@ -44,7 +44,7 @@ def _sklearn_digits():
     try: from sklearn.datasets import load_digits
     except ImportError as e:
         raise ImportError(
-            "The digits come with scikit-learn, which is missing: pip install 'mpcourse[course]'"
+            "The digits come with scikit-learn, which is missing: pip install scikit-learn"
         ) from e
     return load_digits(return_X_y=True)
 

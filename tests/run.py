@@ -172,7 +172,7 @@ def library_env():
     if not python.exists() and sh(sys.executable, '-m', 'venv', LIBENV): return False
     wanted = [torch_bound(), 'fastai', 'fastcore', 'pytest', 'pytest-timeout',
               'pytest-rerunfailures', 'pytest-xdist', 'hypothesis', 'ml_dtypes', 'gfloat', 'scikit-learn',
-              'tensorboard', 'fastaistyle>=0.0.20']
+              'tensorboard', 'fastaistyle>=0.0.20', 'pandas', 'matplotlib', 'ipywidgets']
     # of CPU builds; alone, so that no other package comes from it
     index = os.environ.get('TORCH_INDEX')
     if index and sh(python, '-m', 'pip', 'install', '-qq', '--index-url', index, torch_bound()):

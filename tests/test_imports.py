@@ -111,6 +111,25 @@ assert not {'fastai', 'pandas', 'matplotlib', 'ipywidgets', 'scipy'} & set(sys.m
 print('trained')
 '''
 
+TOLD = '''
+import contextlib, io, sys, mpcourse
+from mpcourse import *
+assert 'MonitorCB' not in mpcourse.__all__ and GradScaler and not hasattr(mpcourse, 'nothing')
+try: from mpcourse import MonitorCB
+except ImportError as e: assert "MonitorCB is a callback of fastai, which is missing: pip install 'mpcourse[fastai]'" in str(e), e
+out = io.StringIO()
+import pydoc
+with contextlib.redirect_stdout(out): pydoc.help(mpcourse)
+assert 'class GradScaler' in out.getvalue() and 'probe_precision' in out.getvalue(), out.getvalue()[:300]
+from mpcourse.cli import main
+with contextlib.redirect_stdout(out): assert main(['doctor']) == 0
+for argv in ('replay --storm 01', 'compare relu_mlp', 'advise relu_mlp', 'probe relu_mlp'):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said): code = main(argv.split())
+    assert code == 2 and said.getvalue().count(chr(10)) == 1 and 'pip install' in said.getvalue(), (argv, code, said.getvalue())
+print('told')
+'''
+
 
 def needed(name, found):
     "A distribution and all that it requires, without extras"
@@ -145,3 +164,5 @@ def test_a_wheel_trains_beside_torch_fastcore_and_numpy_alone(tmp_path):
             if not (site/top).exists(): (site/top).symlink_to(dist.locate_file(top))
     r = subprocess.run([sys.executable, '-S', '-c', ALONE], env=dict(os.environ, PYTHONPATH=str(site), OMP_NUM_THREADS='1'), cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert r.returncode == 0 and r.stdout == 'trained\n', r.stderr
+    r = subprocess.run([sys.executable, '-S', '-c', TOLD], env=dict(os.environ, PYTHONPATH=str(site), OMP_NUM_THREADS='1'), cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert r.returncode == 0 and r.stdout == 'told\n', r.stderr

@@ -397,9 +397,12 @@ def imported(node):
 def test_imports_are_declared():
     "What a module imports at its top is a requirement; what a tool imports is one, or in `dev`"
     alias = {'sklearn': 'scikit-learn', 'yaml': 'pyyaml', 'jupyter_client': 'nbclient', 'pygments': 'nbconvert', 'traitlets': 'nbconvert'}
-    have, dev = ({re.split('[<>=]', r)[0] for r in settings()[k].split()} for k in ('requirements', 'dev_requirements'))
+    have, course, dev = ({re.split('[<>=]', r)[0] for r in settings()[k].split()} for k in ('requirements', 'course_requirements', 'dev_requirements'))
+    assert have == {'torch', 'fastcore', 'numpy'}, 'nothing that replaces the torch of a user, as the torchvision of fastai may'
+    assert course <= dev
     for m in NUMBER:
-        for name in imported(tree(m)): assert alias.get(name, name) in have, f'{m} imports {name}, which settings.ini does not require'
+        needs = have | dict(callback={'fastai'}, learner={'fastai'}, all={'fastai'}, cases={'pandas'}).get(m, set())
+        for name in imported(tree(m)): assert alias.get(name, name) in needs, f'{m} imports {name}, which settings.ini does not require'
     for f in (ROOT/'tools').glob('*.py'):
         for name in imported(ast.parse(f.read_text(encoding='utf-8'))): assert alias.get(name, name) in have | dev, f'{f.name} imports {name}'
 

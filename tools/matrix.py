@@ -104,7 +104,8 @@ def main(wanted):
     if not found:
         sys.exit(f'There is no Python from {config["min_python"]} on: install one, '
                  'or put it on the PATH.')
-    rows = dict(oldest=(found[0][1], pinned(config['requirements'])),
+    oldest = pinned(f"{config['requirements']} {config['fastai_requirements']}")
+    rows = dict(oldest=(found[0][1], oldest),
                 newest=(found[-1][1], ['torch', 'fastai']))
     unknown = set(wanted) - set(rows)
     if unknown:
