@@ -24,16 +24,21 @@ def first_sentence(text):
 def chapter_table(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> str: # Markdown
-    "The table of chapters, as they themselves say it: number, title, minutes, start of the promise"
+    """The table of chapters, as they themselves say it: number, title, minutes, start of the promise
+
+    The appendix is a line of links."""
     rows = ['| | chapter | minutes | what breaks |', '|---|---|--:|---|']
+    appendix = []
     for ch in chapters(nbs)[1:]:
-        heading = PARTS.get(int(ch.number))
-        if heading:
-            part, _, title = heading.partition(' · ')
-            label = f'**{part.removeprefix("Part ")}**' if title else ''
-            rows.append(f'| {label} | **{title or part}** | |  |')
+        heading = PARTS.get(int(ch.number), '')
+        part, _, title = heading.partition(' · ')
+        if title: rows.append(f'| **{part.removeprefix("Part ")}** | **{title}** | |  |')
+        elif heading or appendix:
+            appendix.append(f'{ch.number} [{ch.title}]({ch.path.name})')
+            continue
         promise = first_sentence(ch.promise)
         rows.append(f'| {ch.number} | [{ch.title}]({ch.path.name}) | {ch.minutes} | {promise} |')
+    if appendix: rows += ['', f'Appendix: {" · ".join(appendix)}.']
     return '\n'.join(rows)
 
 
