@@ -18,6 +18,8 @@ from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, drawings, fit, heads_loss, heads_score, plain_step, two_heads
 
 POLICIES = {'FP32': None, 'torch': partial(get_policy, 'torch'),
+            'torch, interval 10': partial(get_policy, 'torch', growth_interval=10),
+            'torch, interval 5': partial(get_policy, 'torch', growth_interval=5),
             'Megatron': partial(get_policy, 'megatron'),
             'LogMax': partial(get_policy, 'logmax'), 'from 2^64': partial(DynamicScaler, 2.**64),
             'measured': None, 'ALS': ALSScaler}

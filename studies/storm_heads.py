@@ -33,12 +33,14 @@ def floored(seed, data):
 
 POLICIES = {'FP32': None, 'BF16': None, 'torch': lambda *_: get_policy('torch'),
             'torch and the line': None,
+            'torch, interval 20': lambda *_: get_policy('torch', growth_interval=20),
+            'torch, interval 5': lambda *_: get_policy('torch', growth_interval=5),
             'torch from 2^24': lambda *_: get_policy('torch', init_scale=2.**24),
             'Megatron': lambda *_: get_policy('megatron'), 'metaseq': lambda *_: get_policy('metaseq'), 'hold': lambda *_: DynamicScaler(),
             'measured, constant': measured, 'constant 2^16': lambda *_: StaticScaler(2.**16),
             'measured, floor 2^-4 of it': floored, 'ALS': lambda *_: ALSScaler()}
 # the others never move without a storm
-CALM = 'FP32', 'BF16', 'torch', 'torch from 2^24', 'Megatron', 'metaseq', 'measured, constant', 'constant 2^16', 'ALS'
+CALM = 'FP32', 'BF16', 'torch', 'torch, interval 20', 'torch, interval 5', 'torch from 2^24', 'Megatron', 'metaseq', 'measured, constant', 'constant 2^16', 'ALS'
 ROWS = [f'{policy}: {storm}' for policy in POLICIES for storm in STORMS if storm != 'none'
         or policy in CALM]
 SEEDS = range(10)

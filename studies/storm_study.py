@@ -102,8 +102,10 @@ PUBLISHED = {'Megatron from 2^16': lambda *_: get_policy('megatron', init_scale=
              'metaseq from 2^16': lambda *_: get_policy('metaseq', init_scale=2.**16),
              'metaseq from its own 4': lambda *_: get_policy('metaseq'),
              'constant 2^16': lambda *_: StaticScaler(2.**16), 'BF16': None}
+INTERVALS = {f'torch, interval {n}': lambda *_, n=n: get_policy('torch', growth_interval=n) for n in (20, 5)}
 ROWS = [f'{p}: {s}' for p in POLICIES for s in STORMS if s != 'late']
 ROWS += [f'{p}: {s}' for p in PUBLISHED for s in ('none', 'loss')] + ['FP32: late', 'torch: late']
+ROWS += [f'{p}: {s}' for p in INTERVALS for s in ('none', 'loss', 'NaN')]
 SEEDS = range(10)
 
 
@@ -113,7 +115,7 @@ def step_of(policy, seed, divide):
     if policy == 'FP32': return fp32_step(clip)
     if policy == 'torch and the line': return torchs_step(torch.amp.GradScaler('cpu'), clip)
     if policy == 'BF16': return MixedStep(StaticScaler(1.), torch.bfloat16, clip=clip)
-    return MixedStep((POLICIES | PUBLISHED)[policy](seed, divide), clip=clip)
+    return MixedStep((POLICIES | PUBLISHED | INTERVALS)[policy](seed, divide), clip=clip)
 
 
 def in_storm(step, storm, seed, storms=STORMS):
