@@ -17,6 +17,7 @@ The table is studies/claims.json. If a cell is red that the table does not list,
 and the table stays as it is (--accept stores the cell anyway). It is 1, too, where a claim is thin.
 """
 import argparse, asyncio, json, math, os, re, subprocess, sys, tempfile, time
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 from itertools import starmap
@@ -334,9 +335,25 @@ def missing(rows) -> list:
     return [wanted for wanted in WANTED if not re.search(rf'\b{re.escape(wanted)}\b', seen)]
 
 
+def varying(rows):
+    "The rows without the comparisons whose values are the same in all runs of a chapter: they have no spread"
+    seen = defaultdict(set)
+    for row in rows:
+        for cell, found in row.get('compared', {}).items():
+            for claim, values in found.items(): seen[row['chapter'], cell, claim].add(tuple(values))
+    out = []
+    for row in rows:
+        kept = {}
+        for cell, found in row.get('compared', {}).items():
+            for claim, values in found.items():
+                if len(seen[row['chapter'], cell, claim]) > 1: kept.setdefault(cell, {})[claim] = values
+        out.append({**row, 'compared': kept})
+    return out
+
+
 def store_rows(store, rows, command):
     "One line a row, sorted, so that a difference can be read; the partial file has done its work"
-    lines = [json.dumps(row, ensure_ascii=False) for row in sorted(rows, key=place_of)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in sorted(varying(rows), key=place_of)]
     head = json.dumps(dict(command=command, not_run=missing(rows)), ensure_ascii=False)
     text = head.removesuffix('}') + ', "rows": [\n' + ',\n'.join(lines) + '\n]}\n'
     write_text(store, text)
