@@ -288,6 +288,24 @@ def _is_added_to(leaf):
     try: return torch._C._will_engine_execute_node(leaf)
     except RuntimeError: return False       # autograd.grad, by this leaf
 
+class BackwardPass:
+    "Tells the backward pass that trains from a derivative for which a model asks inside"
+    def __init__(self):
+        self.leaves = []            # the nodes at which a model's graphs begin
+        self.task = -1              # the running backward pass
+        self.adds = False           # does it train?
+
+    def see(self, out):
+        "Note the graph of what a model returned, or of a loss"
+        self.leaves += [n for n in graph_nodes(out) if 'AccumulateGrad' in n.name()]
+
+    def trains(self):
+        "Does the running backward pass add to `.grad`?"
+        task = torch._C._current_graph_task_id()
+        if task != self.task: self.adds = any(map(_is_added_to, self.leaves))
+        self.task = task
+        return self.adds
+
 class StepSums(TensorHooks):
     "What one training step shows of its tensors: sums over micro-batches that were not dropped"
     def __init__(self, model, kinds, names, types=None, scaler=None, hist=False):
@@ -316,7 +334,7 @@ class StepSums(TensorHooks):
 
     def show(self, name, kind, t):
         "Measure what is hooked"
-        if kind == 'activation_grad' and not self.trains(): return
+        if kind == 'activation_grad' and not self.backward.trains(): return
         with torch.no_grad(), _disable_current_modes(): self.measure(name, kind, t)
 
     def forget(self):
@@ -324,9 +342,7 @@ class StepSums(TensorHooks):
         self.rows = {}              # (name, kind): sums
         self.factors = {}           # name: what takes the scale out; None: of all other gradients
         self.passes = [{}]          # rows of forward passes, until a gradient comes back
-        self.leaves = []            # the nodes at which the model's graphs begin
-        self.task = -1              # the running backward pass
-        self.adds = False           # does it train?
+        self.backward = BackwardPass()
         self.differentiated = False
 
     def begin(self, module, args, kwargs):
@@ -340,20 +356,13 @@ class StepSums(TensorHooks):
 
     def end(self, module, args, out):
         "Hook the outputs, to know when a gradient comes back into this pass"
-        self.leaves += [n for n in graph_nodes(out) if 'AccumulateGrad' in n.name()]
+        self.backward.see(out)
         for _, t in named_tensors('', out):
             if t.requires_grad: t.register_hook(OwnedHook(self, 'returned', self.passes[-1]))
 
-    def trains(self):
-        "Does the running backward pass add to `.grad`? Not if a model asks for a derivative inside"
-        task = torch._C._current_graph_task_id()
-        if task != self.task: self.adds = any(map(_is_added_to, self.leaves))
-        self.task = task
-        return self.adds
-
     def returned(self, seen, grad):
         "Count what a forward pass showed, since a gradient has come back into it"
-        if self.trains(): self.count(seen)
+        if self.backward.trains(): self.count(seen)
 
     def count(self, seen):
         "Count what a forward pass showed"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from importlib import import_module
+from unittest.mock import patch as patch_module
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .half import cast, HALVES, model_to_float
-from .monitor import inverse_scale
+from .monitor import BackwardPass, inverse_scale
 from .plots import CYCLE
 from .scaler import LossScaler
 from .tensorcore import half_compute
@@ -242,6 +243,7 @@ class Recorder(TorchFunctionMode):
         self.most = most
         self.run = run
         self.calls, self.stack, self.hooks = [], [], []
+        self.backward = BackwardPass()
         self.made = WeakTensorKeyDictionary()               # tensor -> number of its last call
         self.names = {m: n for n, m in model.named_modules()}
         for m in self.names:
@@ -280,7 +282,8 @@ class Recorder(TorchFunctionMode):
 @patch
 def hook(self:Recorder, number, k):
     "A hook for the gradient of the k-th result of a call"
-    def see(g): self.see_gradient(number, k, g)
+    def see(g):
+        if self.backward.trains(): self.see_gradient(number, k, g)
     return see
 
 @patch
@@ -594,6 +597,11 @@ def cast_state(
             floating = isinstance(t, Tensor) and t.is_floating_point()
             if floating and n != 'step': state[n] = t.to(dtype or torch.float32)
 
+class _Kept:
+    "Reentrant checkpointing hides a block's graph; here the block keeps its activations"
+    @staticmethod
+    def apply(block, preserve_rng_state, *args): return block(*args)
+
 def forward_backward(
     model:nn.Module, # a copy
     batch:tuple, # (inputs, targets)
@@ -604,10 +612,11 @@ def forward_backward(
 ):
     "Forward, recorded, and backward"
     try:
-        with recorder:
+        with recorder, patch_module.object(torch.utils.checkpoint, 'CheckpointFunction', _Kept):
             with forward(), explained(batch[0]): pred = predict(model, batch[0])
             loss = sum(tree_leaves(loss_func(cast(pred, torch.float32), batch[1])))
     finally: recorder.remove()
+    recorder.backward.see(loss)
     (loss*scale).backward()
 
 # %% ../nbs/18_probe.ipynb #18000059

@@ -397,3 +397,88 @@ def test_a_buffer_in_half_that_does_not_move_is_told():
     row = probe_precision(Running(.001), data(), MSE, 'bf16 weights').worst
     assert (row.kind, row.op, row.still) == ('a state that stands still', 'lerp_', 1.)
     for rate, scheme in ((.1, 'bf16 weights'), (.001, 'bf16'), (.001, None)): assert not probe_precision(Running(rate), data(), MSE, scheme).faults
+
+
+# --- nets that differentiate inside, checkpoint, or call their methods as we do ---
+
+class Inside(nn.Module):
+    "What is trained: a function and its derivative, by the input or by a weight"
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.f = kind, nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        u = self.f(x)
+        if self.kind == 'looked at': torch.autograd.grad(u.sum(), x, create_graph=True)
+        if self.kind == 'penalty': return u + torch.autograd.grad(u.sum(), x, create_graph=True)[0].square().sum(1, keepdim=True)
+        if self.kind == 'weight': return u + torch.autograd.grad(u.sum(), self.f[0].weight, create_graph=True)[0].square().sum()
+        return u
+
+
+@pytest.mark.parametrize('kind', ['plain', 'looked at', 'penalty', 'weight'])
+def test_the_same_arithmetic_twice_shows_no_error(kind):
+    torch.manual_seed(0)
+    report = probe_precision(Inside(kind), (torch.randn(64, 16), torch.zeros(64, 1)), F.mse_loss, None)
+    assert not report.faults and max(r.error for r in report.rows) < .01
+    assert sum(r.direction == 'backward' for r in report.rows) >= 3
+
+
+class Block(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant, self.head = reentrant, nn.Linear(64, 4)
+        self.block = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64))
+
+    def forward(self, x):
+        from torch.utils.checkpoint import checkpoint
+        return self.head(self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant))
+
+
+def test_activation_checkpointing_of_either_kind_changes_nothing():
+    def rows(reentrant):
+        torch.manual_seed(0)
+        report = probe_precision(Block(reentrant), (torch.randn(64, 16, requires_grad=True), torch.randn(64, 4)), F.mse_loss, 'fp16')
+        return [(r.direction, r.op, r.name, r.kind) for r in report.rows]
+    assert rows(None) == rows(False) == rows(True)
+
+
+@pytest.mark.parametrize('name', ['head', 'predict', 'cast', 'map_floats'])
+def test_a_method_may_have_any_name(name):
+    "The line is that of the user's method, also if one of ours is called so"
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); self.f = nn.Linear(8, 8)
+        def forward(self, x): return getattr(self, name)(self.f(x))
+    def shifted(self, h):
+        big = 2.**14
+        return (h + big) - big
+    setattr(Net, name, shifted)
+    worst = probe_precision(Net(), (torch.randn(32, 8), torch.randn(32, 8)), F.mse_loss, 'bf16').worst
+    assert worst.code == 'return (h + big) - big'
+
+
+def test_a_scheme_has_one_name_in_any_case_or_is_a_dtype():
+    torch.manual_seed(0)
+    net, batch = nn.Linear(8, 4), (torch.randn(16, 8), torch.randn(16, 4))
+    def errors(scheme): return [r.error for r in probe_precision(net, batch, F.mse_loss, scheme).rows]
+    assert errors('bf16') == errors('BF16') == errors(torch.bfloat16) and errors('tensorwise') == errors(RECIPES['tensorwise'])
+    assert max(errors('nvfp4')) > max(errors('tensorwise')) > max(errors('bf16')) > 0
+    for bad in ('magic', torch.float64, [1]):
+        with pytest.raises(ValueError, match='There is no scheme .* tensorwise'): probe_precision(net, batch, F.mse_loss, bad)
+
+
+@pytest.mark.parametrize('product', [lambda x, w: torch.einsum('bi,io->bo', x, w), lambda x, w: torch.linalg.matmul(x, w), lambda x, w: torch.inner(x, w.T), lambda x, w: torch.tensordot(x, w, 1),
+                                     lambda x, w: torch.stack([torch.mv(w.T, r) for r in x]), lambda x, w: torch.baddbmm(torch.zeros(1, 16, 4), x[None], w[None])[0], lambda x, w: x @ w,
+                                     lambda x, w: F.linear(input=x, weight=w.T), lambda x, w: torch.nn.functional.bilinear(x, x, w.T[:, None].expand(4, 8, 8))])
+def test_a_recipe_rounds_a_product_however_it_is_written_or_refuses(product):
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); self.w = nn.Parameter(torch.randn(8, 4))
+        def forward(self, x): return product(x, self.w)
+    try: report = probe_precision(Net(), (torch.randn(16, 8), torch.randn(16, 4)), F.mse_loss, 'tensorwise')
+    except ValueError as e: assert 'not converted to few bits' in str(e)
+    else: assert max(r.error for r in report.rows) > .005
+
+
+def test_a_tensor_is_no_batch():
+    for batch in (torch.randn(2, 8), (torch.randn(2, 8),), None):
+        with pytest.raises(TypeError, match=r'A batch is a pair \(inputs, targets\)'): probe_precision(nn.Linear(8, 4), batch, F.mse_loss)
