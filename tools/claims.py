@@ -336,17 +336,19 @@ def missing(rows) -> list:
 
 
 def varying(rows):
-    "The rows without the comparisons whose values are the same in all runs of a chapter: they have no spread"
+    "The rows without comparisons whose values are the same in all runs of a chapter"
     seen = defaultdict(set)
     for row in rows:
         for cell, found in row.get('compared', {}).items():
-            for claim, values in found.items(): seen[row['chapter'], cell, claim].add(tuple(values))
+            for claim, values in found.items():
+                seen[row['chapter'], cell, claim].add(tuple(values))
     out = []
     for row in rows:
         kept = {}
         for cell, found in row.get('compared', {}).items():
             for claim, values in found.items():
-                if len(seen[row['chapter'], cell, claim]) > 1: kept.setdefault(cell, {})[claim] = values
+                if len(seen[row['chapter'], cell, claim]) == 1: continue    # no spread
+                kept.setdefault(cell, {})[claim] = values
         out.append({**row, 'compared': kept})
     return out
 

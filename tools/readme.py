@@ -24,9 +24,7 @@ def first_sentence(text):
 def chapter_table(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> str: # Markdown
-    """The table of chapters, as they themselves say it: number, title, minutes, start of the promise
-
-    The appendix is a line of links."""
+    "The chapters as they themselves say it: number, title, minutes, promise; the appendix is a line"
     rows = ['| | chapter | minutes | what breaks |', '|---|---|--:|---|']
     appendix = []
     for ch in chapters(nbs)[1:]:
