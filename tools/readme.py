@@ -101,7 +101,7 @@ def with_table(
     for cell in nb['cells']:
         source = ''.join(cell['source'])
         if not source.startswith(heading): continue
-        source = re.sub(r'(^\|.*\n?)+', lambda _: table, source, flags=re.M)
+        source = re.sub(r'(^\|.*\n?)+(\nAppendix: .*\n?)?', lambda _: table, source, flags=re.M)
         cell['source'] = source.splitlines(True)
     return dumps(nb)
 
