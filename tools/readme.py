@@ -24,7 +24,7 @@ def first_sentence(text):
 def chapter_table(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> str: # Markdown
-    "The chapters as they themselves say it: number, title, minutes, promise; the appendix is a line"
+    "The chapters as they say it: number, title, minutes, promise; the appendix is a line"
     rows = ['| | chapter | minutes | what breaks |', '|---|---|--:|---|']
     appendix = []
     for ch in chapters(nbs)[1:]:
