@@ -1228,7 +1228,7 @@ def test_a_weight_in_two_optimizers_is_not_unscaled_twice(first, fused):
 def test_a_weight_in_two_optimizers_with_a_backward_pass_for_each(set_to_none):
     "As in torch's loop of two losses, in which each optimizer steps after its own backward pass"
     trunk, heads, opts = shared()
-    scaler, want = GradScaler(init_scale=2.**16), None
+    scaler = GradScaler(init_scale=2.**16)
     for head, opt in zip(heads, opts):
         opt.zero_grad(set_to_none=set_to_none)
         scaler.scale(head(trunk(torch.ones(2, 4))).sum()).backward()

@@ -454,7 +454,8 @@ def of_seeds(pairs):
     found = []
     for variation, pair in pairs.items():
         if variation.startswith('seed'): found.append(pair)
-    return found if len(found) >= FEWEST_RUNS else list(pairs.values())
+    if len(found) < FEWEST_RUNS: return list(pairs.values())
+    return found
 
 
 def margins(rows) -> list: # (median, worst, claim, pairs by variation), the thinnest first
