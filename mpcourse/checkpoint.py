@@ -117,6 +117,7 @@ def _wrapper(x, name):
         'torch.serialization.add_safe_globals: call it with this class, or save plain tensors.')
     return x.detach()
 
+# %% ../nbs/86_checkpoint.ipynb #6b270f83
 def encode(
     x, # in lists, dicts, tuples, sets and deques of any depth
     name:str='it', # for the error
@@ -286,6 +287,7 @@ def _load_optimizer(opt, saved):
     for i, p in zip(ids, chain(*group_params(opt))):
         if i in saved['state']: opt.state[p] = tree_map(_as_saved, opt.state[p], saved['state'][i])
 
+# %% ../nbs/86_checkpoint.ipynb #c05f3b00
 def load_training_state(
     path:str|Path, # of a file that `save_training_state` wrote
     model:nn.Module, # built as it was then
@@ -479,10 +481,13 @@ class CheckpointCB(Callback):
             _locks[self.place] = open_locked(path.with_name(f'{path.name}.lock'))
         n = _fits[self.place]
         self.file = fit_file(path, n)
-        if self.place in _open and (n or self.file.exists()): warn_user(
+        if n and self.place in _open: warn_user(
             f'A fit at {self.path} was stopped in this process, and this one goes on from its '
-            f'file, {self.file.name}, as fit {n + 1}, with its weights. If the script was begun '
-            'again with another fit, stop it: restart the kernel, or give another path.')
+            f'file, {self.file.name}, as fit {n + 1}. If the script was begun again with its '
+            'first fit, stop it: restart the kernel, or give another path.')
+        elif self.place in _open and self.file.exists(): print(
+            f'This fit goes on from {self.file.name}, with the weights of one that was stopped. '
+            'Another fit needs another path.')
         _open.add(self.place)
         hypers = list(map(dict, learn.opt.hypers))
         self.arguments = dict(epochs=learn.n_epoch, batches=len(learn.dls.train),

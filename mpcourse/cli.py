@@ -17,6 +17,7 @@ from pathlib import Path
 class RequestError(ValueError):
     "A request that cannot be met"
 
+# %% ../nbs/92_cli.ipynb #8eb16c8f
 FINDINGS = 3    # exit code: the command ran, and something is wrong with what it looked at
 
 def code_for(

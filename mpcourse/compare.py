@@ -93,6 +93,7 @@ def with_floor(
     scale = measured_scale(t).scale.item()
     return DynamicScaler(scale, min_scale=scale/16, skip_nonfinite_loss=False)
 
+# %% ../nbs/33_compare.ipynb #3a8ce908
 def by_layer(
     t, # a Training
 )->LayerwiseScaler:
@@ -134,6 +135,7 @@ def stored_in(
         return step
     return begin
 
+# %% ../nbs/33_compare.ipynb #9a0d44df
 def _is_differentiable(p): return isinstance(p, torch.Tensor) and p.requires_grad
 
 def at_output(
@@ -201,6 +203,7 @@ def scheme_name(
     raise ValueError(f'There is no scheme {name!r}: there are {", ".join(SCHEMES)}, '
                      f'and the recipes {", ".join(recipes)}.')
 
+# %% ../nbs/33_compare.ipynb #6381c3a2
 def find_step(
     name:str, # as for `scheme_name`
 )->Callable: # Training -> a step for `fit`

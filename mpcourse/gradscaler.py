@@ -208,6 +208,7 @@ def _begin(self:GradScaler, optimizer, state):
                 'its gradient a second time: give each weight to one optimizer, or call '
                 'zero_grad() and backward() in between.')
 
+# %% ../nbs/11_gradscaler.ipynb #65495012
 @patch
 def _unscale_grads_(self:GradScaler, optimizer, inv_scale, found_inf, allow_fp16):
     "Called whenever torch unscales: count for the policy, check, unscale, and add up over ranks"

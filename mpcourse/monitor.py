@@ -306,6 +306,7 @@ class BackwardPass:
         self.task = task
         return self.adds
 
+# %% ../nbs/15_monitor.ipynb #2b557cc6
 class StepSums(TensorHooks):
     "What one training step shows of its tensors: sums over micro-batches that were not dropped"
     def __init__(self, model, kinds, names, types=None, scaler=None, hist=False):

@@ -126,6 +126,7 @@ def _to_hook(m):
     if compiled: return
     for child in m.children(): yield from _to_hook(child)
 
+# %% ../nbs/09_step.ipynb #593be69e
 class _BeforeForward:
     "A hook before a forward pass, which does nothing in a copy of the model"
     __name__ = 'keep_buffers'       # torch.export asks for it
@@ -529,6 +530,7 @@ def validate_trainable(
         if sparse and m.weight.requires_grad: raise ValueError(
             f'The gradient of {n} is sparse, and cannot be unscaled: set sparse=False.')
 
+# %% ../nbs/09_step.ipynb #946b5a51
 @contextmanager
 def explained(
     xb, # inputs of a model, in any nest

@@ -144,6 +144,7 @@ def call_args(
     if isinstance(xb, (list, tuple)) and not hasattr(xb, '_fields'): return tuple(xb), {}
     return (xb,), {}
 
+# %% ../nbs/03_toys.ipynb #4241a4a2
 def split_batch(
     batch, # of a DataLoader, or any pair
 ) -> tuple: # inputs, targets
