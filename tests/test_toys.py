@@ -110,7 +110,7 @@ def missing(monkeypatch, name):
 def test_missing_extras_are_a_sentence(monkeypatch):
     with monkeypatch.context() as m:
         missing(m, 'sklearn')
-        with pytest.raises(ImportError, match=r"pip install 'mpcourse\[course\]'"): digits()
+        with pytest.raises(ImportError, match=r"pip install scikit-learn"): digits()
     with monkeypatch.context() as m:
         missing(m, 'pydoc_data')
         with pytest.raises(ImportError, match='full standard library'): char_text()
