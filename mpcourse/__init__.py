@@ -116,7 +116,15 @@ if not TYPE_CHECKING:  # otherwise a checker would take any name for one of ours
             raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
         if _MODULE_OF[name] in _OF_FASTAI:
             raise ImportError(f"{name} is a callback of fastai, which is missing: pip install 'mpcourse[fastai]'")
-        return getattr(import_module(f'.{_MODULE_OF[name]}', __name__), name)
+        public = getattr(import_module(f'.{_MODULE_OF[name]}', __name__), name)
+        for key, doc in import_module('._docs', __name__).DOCS.items():
+            owner, _, method = key.partition('.')
+            if owner != name: continue
+            shown = vars(public).get(method) if method else public
+            shown = getattr(shown, '__func__', shown)
+            if shown is not None: shown.__doc__ = doc
+        globals()[name] = public
+        return public
 
 
 def __dir__():

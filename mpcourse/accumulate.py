@@ -51,18 +51,7 @@ def running_mean(
     grads:Iterable, # tensors of one shape and dtype, one after the other
     rule:str='lerp', # one of `MEANS`
 )->Tensor: # their mean, in their dtype
-    """The mean of tensors, without their sum; ValueError for an unknown rule, or for no tensors
-
-    Args:
-        grads: tensors of one shape and dtype, one after the other
-        rule: one of `MEANS`
-
-    Returns:
-        their mean, in their dtype
-
-    Raises:
-        ValueError: for an unknown rule, or for no tensors
-    """
+    "The mean of tensors, without their sum; ValueError for an unknown rule, or for no tensors"
     if rule not in MEANS: raise ValueError(
         f'There is no rule {rule!r} for a mean: take one of {", ".join(MEANS)}.')
     mean = None
@@ -128,13 +117,7 @@ def mean_backward(
 STORAGE_ROUNDINGS = ('nearest', 'stochastic', 'kahan')
 
 class NoMasterWeights:
-    """Weights stored in 16 bits without a master copy: FP32 inside `wide()`, and rounded at its end
-
-    Args:
-        params: a model's parameters, of which those of 16 bits that are trained count
-        rounding: one of `STORAGE_ROUNDINGS`; 'kahan' keeps what nearest cut off
-        generator: for 'stochastic', on the device of the weights
-    """
+    "Weights stored in 16 bits without a master copy: FP32 inside `wide()`, and rounded at its end"
     def __init__(self,
         params:Iterable, # a model's parameters, of which those of 16 bits that are trained count
         rounding:str='stochastic', # one of `STORAGE_ROUNDINGS`; 'kahan' keeps what nearest cut off
@@ -185,14 +168,7 @@ class NoMasterWeights:
 def state_dict(self:NoMasterWeights,
     opt:torch.optim.Optimizer, # of the same parameters
 )->dict: # for `torch.save`
-    """What a training needs besides the model's state; like torch's it holds references, so copy it
-
-    Args:
-        opt: of the same parameters
-
-    Returns:
-        for `torch.save`
-    """
+    "What a training needs besides the model's state; like torch's it holds references, so copy it"
     generator = None if self.generator is None else self.generator.get_state()
     return dict(opt=opt.state_dict(), lost=list(self.compensation), generator=generator)
 
@@ -201,12 +177,7 @@ def load_state_dict(self:NoMasterWeights,
     state:dict, # from `state_dict`
     opt:torch.optim.Optimizer, # of the same parameters
 ):
-    """Restore bit for bit; torch casts the state to the dtype of the weights, so these are FP32
-
-    Args:
-        state: from `state_dict`
-        opt: of the same parameters
-    """
+    "Restore bit for bit; torch casts the state to the dtype of the weights, so these are FP32"
     rounding_fits = len(state['lost']) == len(self.compensation)
     generator_fits = (state['generator'] is None) == (self.generator is None)
     if not (rounding_fits and generator_fits): raise ValueError(

@@ -468,20 +468,7 @@ def advise_schemes(
     schedule:Callable|None=None, # step number -> factor of the learning rate
     schemes:tuple|list=STEPS + tuple(STORED), # names, also of recipes
 )->Advice: # model and optimizer are not changed
-    """Watch copies train in FP32, and say which schemes will train like it
-
-    Args:
-        model: in FP32, where its training begins
-        opt: torch optimizer of its parameters
-        loss_func: (FP32 predictions, targets) -> 0-dim loss
-        batches: iterable of (inputs, targets); inputs: a tensor, or a tuple of them
-        steps: to watch
-        schedule: step number -> factor of the learning rate
-        schemes: names, also of recipes
-
-    Returns:
-        model and optimizer are not changed
-    """
+    "Watch copies train in FP32, and say which schemes will train like it"
     schemes = find_names(schemes)
     if not weight_matrices(model):
         raise ValueError('No weight matrix of this model is trained, and advice looks at nothing '

@@ -35,22 +35,7 @@ def _validate(s):
 
 # %% ../nbs/19_als.ipynb #21a50024
 class ALSScaler(LossScaler):
-    """Automatic loss scaling: too many gradients above an edge halve the scale, else it doubles
-
-    Args:
-        init_scale: the first scale; None: 1, or min_scale if that is higher
-        edge: magnitude of a scaled gradient from which it counts as large
-        threshold: halve if more than this share is large, 0 to 1
-        factor: by which the scale is multiplied or divided
-        period: steps from one decision to the next
-        deadband: do not double where the next decision would halve again
-        weights: count gradients of weights
-        activations: count gradients of activations
-        names: modules whose outputs' gradients count; None: all
-        types: classes of modules, such as nn.Linear; None: all
-        saturate: infinite gradients become ±65504 as they appear
-        **config: as for LossScaler: skip_nonfinite_loss, min_scale, max_scale
-    """
+    "Automatic loss scaling: too many gradients above an edge halve the scale, else it doubles"
     def __init__(self,
         init_scale:float|None=None, # the first scale; None: 1, or min_scale if that is higher
         edge:float=EDGE, # magnitude of a scaled gradient from which it counts as large
@@ -152,17 +137,7 @@ class ALSWatch:
 def watch(self:ALSScaler,
     model:nn.Module, # in training
 )->ALSWatch|None: # ALSWatch, or None where only weights count
-    """Hook into the outputs of modules; ValueError if no module has the names or types
-
-    Args:
-        model: in training
-
-    Returns:
-        ALSWatch, or None where only weights count
-
-    Raises:
-        ValueError: if no module has the names or types
-    """
+    "Hook into the outputs of modules; ValueError if no module has the names or types"
     if not (self.activations or self.saturate): return
     if model is None:
         raise ValueError(f'{self!r} watches the model, and none was given: pass model=.')

@@ -150,12 +150,7 @@ class ContextCB(Callback):
 
 # %% ../nbs/12_callback.ipynb #0e1783b0
 class HalfPrecisionCB(ContextCB):
-    """Compute a Learner's batches in half precision, by autocast; weights stay FP32
-
-    Args:
-        dtype: of the forward and the backward pass: 'fp16' or 'bf16'
-        compute: context of both passes; None: `fp32_accumulate` on a CPU only
-    """
+    "Compute a Learner's batches in half precision, by autocast; weights stay FP32"
     order = 10 # after GradientAccumulation, before GradientClip
     def __init__(self,
         dtype:str|torch.dtype, # of the forward and the backward pass: 'fp16' or 'bf16'
@@ -164,11 +159,7 @@ class HalfPrecisionCB(ContextCB):
         self.dtype, self.compute = half_dtype(dtype), validate_compute(compute)
 
     def contexts(self)->dict: # method of Learner -> context
-        """Around a fit, and around each batch of training or validation
-
-        Returns:
-            method of Learner -> context
-        """
+        "Around a fit, and around each batch of training or validation"
         return dict(_do_fit=self.one_fit, _do_one_batch=self.one_batch)
 
     @contextmanager
@@ -222,14 +213,7 @@ class StepHistory:
 
 # %% ../nbs/12_callback.ipynb #25604127
 class MixedPrecisionCB(HalfPrecisionCB):
-    """Train a Learner in FP16 with any loss scaler, or in BF16
-
-    Args:
-        scaler: the policy; FP16 needs one, BF16 none
-        dtype: 'fp16' or 'bf16'; None: FP16 with a scaler, BF16 without
-        compute: context of both passes; None: `fp32_accumulate` on a CPU only
-        group: process group that decides together; None: all ranks, if there are any
-    """
+    "Train a Learner in FP16 with any loss scaler, or in BF16"
     def __init__(self,
         scaler:LossScaler|None=None, # the policy; FP16 needs one, BF16 none
         dtype:str|torch.dtype|None=None, # 'fp16' or 'bf16'; None: FP16 with a scaler, BF16 without

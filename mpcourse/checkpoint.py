@@ -220,19 +220,7 @@ def save_training_state(
     That is: weights and buffers, the optimizer's state in its own dtype, the scaler, and Python's,
     NumPy's and torch's random generators. Where a DataLoader stands, a schedule or an average of
     weights is known to the loop alone: give it by a name of your choice, and
-    `load_training_state` returns it under that name, in a dict.
-
-    Args:
-        path: of the file, in a folder that exists; a link is followed
-        model: also inside DistributedDataParallel or torch.compile
-        opt: torch's or fastai's, on the model's parameters or on masters
-        scaler: a loss scaler, or anything else with state_dict and load_state_dict
-        **extra: what only the loop knows: epoch, batch, order of the samples, a schedule's
-            state …
-
-    Returns:
-        the file
-    """
+    `load_training_state` returns it under that name, in a dict."""
     model, opt = _bare(model), inner_optimizer(opt)
     about = _about(model, opt, scaler)
     weights = model.state_dict()
@@ -294,17 +282,7 @@ def load_training_state(
     opt:object, # likewise; on masters if it was on masters
     scaler:object=None, # likewise
 )->dict: # the **extra of the call that saved it
-    """Restore model, optimizer, scaler and random numbers from a file; an error changes nothing
-
-    Args:
-        path: of a file that `save_training_state` wrote
-        model: built as it was then
-        opt: likewise; on masters if it was on masters
-        scaler: likewise
-
-    Returns:
-        the **extra of the call that saved it
-    """
+    "Restore model, optimizer, scaler and random numbers from a file; an error changes nothing"
     path, model, opt = Path(path), _bare(model), inner_optimizer(opt)
     here = _about(model, opt, scaler)
     doc = read_training_state(path)
@@ -452,12 +430,7 @@ _locks, _fits, _open = {}, Counter(), set()
 
 # %% ../nbs/86_checkpoint.ipynb #ace2ddea
 class CheckpointCB(Callback):
-    """Save the whole training at intervals; the same script, run again, continues bit for bit
-
-    Args:
-        path: the file of the first fit; each rank adds its number to the name
-        every: batches between checkpoints; an accumulation is completed first
-    """
+    "Save the whole training at intervals; the same script, run again, continues bit for bit"
     order = -100 # first; after everything that counts or schedules when it trains
     def __init__(self,
         path:str|Path, # the file of the first fit; each rank adds its number to the name

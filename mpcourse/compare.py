@@ -264,17 +264,7 @@ def compare_schemes(
     seeds:int=6, # of each
     store:str|Path|None=None, # a file for this net: a training that it holds is not repeated
 )->list: # of dicts: scheme, seed, before, score, skipped, refused
-    """Train a net under several schemes, each with the same seeds
-
-    Args:
-        make: seed -> Training
-        schemes: as for `scheme_name`; None: all of `SCHEMES`. FP32 is always run
-        seeds: of each
-        store: a file for this net: a training that it holds is not repeated
-
-    Returns:
-        of dicts: scheme, seed, before, score, skipped, refused
-    """
+    "Train a net under several schemes, each with the same seeds"
     if schemes is None: schemes = SCHEMES
     names = list(dict.fromkeys(['FP32', *map(scheme_name, schemes)]))
     done = {}

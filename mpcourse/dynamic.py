@@ -35,18 +35,7 @@ def validate_steps(
 
 # %% ../nbs/10_dynamic.ipynb #16962a67
 class DynamicScaler(LossScaler):
-    """Back off at an overflow, grow after enough clean steps in a row; torch's numbers by default
-
-    Args:
-        init_scale: the first scale; None: 2^16, or min_scale if that is higher
-        growth_factor: above 1
-        backoff_factor: between 0 and 1
-        growth_interval: clean steps before the scale grows
-        hysteresis: the overflow at which the scale falls: 1 for the first, 2 for the second
-        refill: what brings patience back: 'growth' of the scale, or any 'clean' step
-        consecutive: does an overflow reset the count of clean steps?
-        **config: skip_nonfinite_loss, min_scale and max_scale, as for LossScaler
-    """
+    "Back off at an overflow, grow after enough clean steps in a row; torch's numbers by default"
     def __init__(self,
         init_scale:float|None=None, # the first scale; None: 2^16, or min_scale if that is higher
         growth_factor:float=2., # above 1

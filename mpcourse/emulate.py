@@ -59,16 +59,7 @@ def exact_loss(
     *args, # its arguments; gradients reach those that want them
     **kwargs, # handed to f as they are
 )->Tensor: # what f returned
-    """`f(*args, **kwargs)` outside the emulated machine; the returning gradient is rounded once
-
-    Args:
-        f: a loss function: (model's output, target, …) -> tensor
-        *args: its arguments; gradients reach those that want them
-        **kwargs: handed to f as they are
-
-    Returns:
-        what f returned
-    """
+    "`f(*args, **kwargs)` outside the emulated machine; the returning gradient is rounded once"
     return _Boundary.apply(f, kwargs, *args)
 
 # %% ../nbs/24_emulate.ipynb #06b1be30
@@ -235,19 +226,7 @@ class emulate_format(no_emulation):
     """Emulate a machine that has only `fmt`, forward and backward
 
     Numbers are stored as float32, and every float32 result is rounded to the format. Results in
-    float64, in a half format or complex stay as they are, of which the first one warns.
-
-    Args:
-        fmt: a format or its name
-        rounding: as in `quantize`: 'nearest', 'stochastic' or 'toward_zero'
-        overflow: as in `quantize`: 'saturate', 'inf' or 'nan'
-        subnormals: False: they become zero
-        accumulate: of the running sum in products; None: FP32
-        chunk: products summed in FP32 before they enter the running sum
-        inputs: round what goes into a product: FP32 weights are cast at use
-        inplace: round what in-place ops write; keep the optimizer outside then
-        generator: torch.Generator of stochastic rounding
-    """
+    float64, in a half format or complex stay as they are, of which the first one warns."""
     def __init__(self,
         fmt:str|FloatFormat, # a format or its name
         rounding:str='nearest', # as in `quantize`: 'nearest', 'stochastic' or 'toward_zero'
@@ -278,14 +257,7 @@ class emulate_format(no_emulation):
     def round(self,
         x:object, # a float32 tensor is rounded; anything else comes back as it is
     )->object:  # x, on the format's grid
-        """Round as this machine does
-
-        Args:
-            x: a float32 tensor is rounded; anything else comes back as it is
-
-        Returns:
-            x, on the format's grid
-        """
+        "Round as this machine does"
         with no_emulation(): return self._grid(x)
 
     def _run(self, func, args, kwargs):

@@ -53,15 +53,7 @@ def _validate_fields(
 # %% ../nbs/01_formats.ipynb #dc32aa74
 @dataclass(frozen=True)
 class FloatFormat:
-    """A binary floating-point format: the widths of its fields and what its extreme codes mean
-
-    Args:
-        exp_bits: width of the exponent field, 2 to 10 bits
-        man_bits: width of the fraction field, 0 to 52 bits
-        name: how tables and plots call it; 'eXmY' if empty
-        kind: 'ieee', 'fn', 'fnuz', 'finite' or 'scale': see the table in chapter 01
-        bias: subtracted from the exponent field; by default half of the field's range
-    """
+    "A binary floating-point format: the widths of its fields and what its extreme codes mean"
     exp_bits:int # width of the exponent field, 2 to 10 bits
     man_bits:int # width of the fraction field, 0 to 52 bits
     name:str = field(default='', compare=False) # how tables and plots call it; 'eXmY' if empty
@@ -100,14 +92,7 @@ class FloatFormat:
     def decode(self,
         bits:int|torch.Tensor, # codes, from 0 to 2^bits − 1, any shape
     )->float|torch.Tensor: # their values: a float for an int, a float64 tensor for a tensor
-        """The numbers that codes stand for
-
-        Args:
-            bits: codes, from 0 to 2^bits − 1, any shape
-
-        Returns:
-            their values: a float for an int, a float64 tensor for a tensor
-        """
+        "The numbers that codes stand for"
         code = torch.as_tensor(bits).long()
         if code.numel() and not 0 <= code.min() <= code.max() < 2**self.bits:
             raise ValueError(f'Codes {code.min():d} to {code.max():d} were given, and {self.name} '
@@ -130,20 +115,12 @@ def min(self:FloatFormat)->float:
 
 @patch(as_prop=True)
 def emin(self:FloatFormat)->int: # an exponent of two
-    """Exponent of the smallest normal number
-
-    Returns:
-        an exponent of two
-    """
+    "Exponent of the smallest normal number"
     return (self.kind != 'scale') - self.bias
 
 @patch(as_prop=True)
 def emax(self:FloatFormat)->int: # an exponent of two
-    """Exponent of the largest finite value
-
-    Returns:
-        an exponent of two
-    """
+    "Exponent of the largest finite value"
     return (self.max_code >> self.man_bits) - self.bias
 
 @patch(as_prop=True)
@@ -158,22 +135,14 @@ def has_nan(self:FloatFormat)->bool:
 
 @patch(as_prop=True)
 def nan_code(self:FloatFormat)->int|None: # None where the format has no NaN
-    """The code of the (quiet) NaN
-
-    Returns:
-        None where the format has no NaN
-    """
+    "The code of the (quiet) NaN"
     if not self.has_nan: return None
     if self.kind == 'fnuz': return 2**(self.bits - 1)
     return self.max_code + 1 + (2**self.man_bits >> 1)*self.has_inf
 
 @patch(as_prop=True)
 def over_code(self:FloatFormat)->int: # without the sign bit
-    """The code of a value beyond the range: infinity, else NaN, else the largest value
-
-    Returns:
-        without the sign bit
-    """
+    "The code of a value beyond the range: infinity, else NaN, else the largest value"
     return self.max_code + 1 if self.has_inf else self.nan_code or self.max_code
 
 # %% ../nbs/01_formats.ipynb #ebd48d15
@@ -234,11 +203,7 @@ def dtype(self:FloatFormat)->torch.dtype|None:
 def get_format(
     fmt:str|FloatFormat|torch.dtype, # 'fp16', 'e3m4' (IEEE-like), a torch dtype, or a format
 )->FloatFormat:
-    """The format of that name
-
-    Args:
-        fmt: 'fp16', 'e3m4' (IEEE-like), a torch dtype, or a format
-    """
+    "The format of that name"
     if isinstance(fmt, FloatFormat): return fmt
     if isinstance(fmt, torch.dtype) and (n := str(fmt).removeprefix('torch.')) in _DTYPES:
         return _DTYPES[n]
@@ -261,14 +226,7 @@ def _exponent(self:FloatFormat,
 def spacing(self:FloatFormat,
     x:float|torch.Tensor, # finite numbers, any shape
 )->float|torch.Tensor: # the distance between neighbours in x's octave, in x's own unit
-    """The distance between neighbouring values at x
-
-    Args:
-        x: finite numbers, any shape
-
-    Returns:
-        the distance between neighbours in x's octave, in x's own unit
-    """
+    "The distance between neighbouring values at x"
     step = _pow2(self._exponent(torch.as_tensor(x, dtype=torch.float64)) - self.man_bits)
     return step if isinstance(x, torch.Tensor) else step.item()
 
@@ -288,17 +246,7 @@ def _index(self:FloatFormat,
 def encode(self:FloatFormat,
     x:float|torch.Tensor, # any numbers, any shape
 )->int|torch.Tensor: # codes: an int for a float, an int64 tensor for a tensor
-    """Codes of the nearest values, ties to even; ValueError for a NaN where the format has none
-
-    Args:
-        x: any numbers, any shape
-
-    Returns:
-        codes: an int for a float, an int64 tensor for a tensor
-
-    Raises:
-        ValueError: for a NaN where the format has none
-    """
+    "Codes of the nearest values, ties to even; ValueError for a NaN where the format has none"
     v = torch.as_tensor(x, dtype=torch.float64)
     if v.isnan().any() and not self.has_nan:
         raise ValueError(f'{self.name} has no NaN, and the input holds one: replace it first, with '
@@ -328,14 +276,7 @@ def _at(self:FloatFormat,
 def neighbours(self:FloatFormat,
     x:float|torch.Tensor, # numbers, any shape; they need not be values of the format
 )->tuple: # (largest value below x, smallest above), as x: floats or float64; ∓inf for none
-    """The format's values on either side of x, x itself excluded
-
-    Args:
-        x: numbers, any shape; they need not be values of the format
-
-    Returns:
-        (largest value below x, smallest above), as x: floats or float64; ∓inf for none
-    """
+    "The format's values on either side of x, x itself excluded"
     v = torch.as_tensor(x, dtype=torch.float64)
     if v.isnan().any():
         raise ValueError('NaN has no neighbours: it lies nowhere on the number line.')
@@ -348,14 +289,7 @@ def neighbours(self:FloatFormat,
 
 @patch
 def values(self:FloatFormat)->torch.Tensor: # float64, ascending, −0 left out
-    """All finite values; ValueError for a format of more than 16 bits
-
-    Returns:
-        float64, ascending, −0 left out
-
-    Raises:
-        ValueError: for a format of more than 16 bits
-    """
+    "All finite values; ValueError for a format of more than 16 bits"
     if self.bits > 16:
         raise ValueError(f'{self.name} has 2^{self.bits} codes, too many to list: take 16 bits at '
                          'most.')

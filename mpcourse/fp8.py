@@ -158,16 +158,7 @@ def reduce_amax(
 # %% ../nbs/27_fp8.ipynb #d2d80edd
 @dataclass(frozen=True)
 class Recipe:
-    """How a product's operands are cast to few bits; its sums are in FP32
-
-    Args:
-        x: the input
-        w: the weight
-        g: the gradient of the output
-        history: steps that delayed scales remember; 0: scales of the tensor itself
-        transform: of both operands of the weight's gradient, along their sum
-        source: the program and version that the numbers are from
-    """
+    "How a product's operands are cast to few bits; its sums are in FP32"
     x: CastConfig = CastConfig()            # the input
     w: CastConfig = CastConfig()            # the weight
     g: CastConfig = CastConfig('e5m2')      # the gradient of the output
@@ -256,17 +247,7 @@ def fp8_linear(
     bias:Tensor|None=None, # (fan_out,), added in higher precision
     recipe:Recipe=Recipe(), # how operands are cast
 )->Tensor: # (…, fan_out)
-    """input @ weight.T + bias, the product with operands in few bits
-
-    Args:
-        input: (…, fan_in)
-        weight: (fan_out, fan_in)
-        bias: (fan_out,), added in higher precision
-        recipe: how operands are cast
-
-    Returns:
-        (…, fan_out)
-    """
+    "input @ weight.T + bias, the product with operands in few bits"
     y = fp8_matmul(input, weight.mT, recipe)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -466,16 +447,7 @@ def call(self:Recipe,
     args:tuple, # its arguments
     kwargs:dict, # likewise
 )->object: # what it returns
-    """Call a torch function as within a converted model; scales are not delayed
-
-    Args:
-        func: a torch function
-        args: its arguments
-        kwargs: likewise
-
-    Returns:
-        what it returns
-    """
+    "Call a torch function as within a converted model; scales are not delayed"
     mode = _Products(attention=True)
     with mode.at('', self), _Watch(mode): return mode.__torch_function__(func, (), args, kwargs)
 
@@ -567,21 +539,7 @@ def simulate_fp8(
 )->nn.Module: # a copy, parameters too: train these; `.not_converted` names what stays in FP32
     """Convert every linear layer, attention, convolution and product of a model to few bits
 
-    Where scales are delayed, attention takes current ones. ValueError for an impossible module.
-
-    Args:
-        model: any; it is not changed
-        recipe: a Recipe, or a name in `RECIPES`
-        keep: patterns of modules that stay, say 'head' or 'blocks.0.*'
-        filter: (module, name) -> bool: convert what it computes? None: all do
-        attention: False: attention's two products, and others of two computed tensors, stay
-
-    Returns:
-        a copy, parameters too: train these; `.not_converted` names what stays in FP32
-
-    Raises:
-        ValueError: for an impossible module
-    """
+    Where scales are delayed, attention takes current ones. ValueError for an impossible module."""
     _validate_unconverted(model)
     recipe = _get_recipe(recipe)
     keep = [keep] if isinstance(keep, str) else list(keep)

@@ -92,20 +92,7 @@ class GradScaler(_PolicyNumbers, torch.amp.GradScaler):
     Two things differ from torch's. Where the loss itself is not finite, the scale stays: torch
     halves it, as `skip_nonfinite_loss=False` does. With `model=`, a skipped step puts back what
     its batch wrote into buffers. After `update()`, `last_outcome.stepped` says whether the
-    optimizers have stepped; until then `last_outcome` is None.
-
-    Args:
-        device: 'cuda' …; None: that of the first loss; or the policy
-        init_scale: of torch's rule: 2^16 if None
-        growth_factor: of torch's rule: 2 if None
-        backoff_factor: of torch's rule: 0.5 if None
-        growth_interval: of torch's rule: 2000 if None
-        enabled: False: every method passes its argument through
-        policy: None: torch's rule, with skip_nonfinite_loss
-        skip_nonfinite_loss: of torch's rule: False as torch decides; True if None
-        model: its buffers go back where any optimizer skips
-        group: process group that decides together; None: all ranks, if there are any
-    """
+    optimizers have stepped; until then `last_outcome` is None."""
     def __init__(self,
         device:str|LossScaler|None=None, # 'cuda' …; None: that of the first loss; or the policy
         init_scale:float|None=None, # of torch's rule: 2^16 if None
@@ -166,14 +153,7 @@ def _validate_losses(x):
 def scale(self:GradScaler,
     outputs:torch.Tensor|Iterable, # a loss, or a list, tuple or iterable of them
 )->torch.Tensor|Iterable: # the same, times the scale
-    """As torch's; notes whether the loss itself is finite
-
-    Args:
-        outputs: a loss, or a list, tuple or iterable of them
-
-    Returns:
-        the same, times the scale
-    """
+    "As torch's; notes whether the loss itself is finite"
     if not self._enabled: return outputs
     if self.controller is None:
         self.controller = StepController(self.policy, self.model, self.group)
@@ -251,16 +231,7 @@ def step(self:GradScaler,
     *args, # for its step
     **kwargs, # for its step; no closure
 )->float|None: # what the optimizer's step returns; None if it was skipped
-    """As torch's; a fused optimizer skips by itself on the device, so the host does not wait
-
-    Args:
-        optimizer: whose gradients carry the scale, or have been unscaled
-        *args: for its step
-        **kwargs: for its step; no closure
-
-    Returns:
-        what the optimizer's step returns; None if it was skipped
-    """
+    "As torch's; a fused optimizer skips by itself on the device, so the host does not wait"
     torchs = torch.amp.GradScaler.step
     fused = getattr(optimizer, '_step_supports_amp_scaling', False)
     if not (self._ready and fused): return torchs(self, optimizer, *args, **kwargs)
@@ -278,14 +249,7 @@ def step(self:GradScaler,
 def update(self:GradScaler,
     new_scale:float|torch.Tensor|None=None, # the next scale, in place of the policy's
 ):
-    """Let the policy choose the next scale; ValueError for a float that cannot work as one
-
-    Args:
-        new_scale: the next scale, in place of the policy's
-
-    Raises:
-        ValueError: for a float that cannot work as one
-    """
+    "Let the policy choose the next scale; ValueError for a float that cannot work as one"
     if not self._enabled: return
     if isinstance(new_scale, float):
         validate_scale(new_scale, self.policy.min_scale, self.policy.max_scale)
@@ -339,11 +303,7 @@ def _warn_of_buffers(self:GradScaler, outcome):
 # %% ../nbs/11_gradscaler.ipynb #8044a842
 @patch
 def state_dict(self:GradScaler)->dict: # torch's keys, and the policy's own state under 'policy'
-    """All that scaler and policy remember; {} if disabled, as torch's
-
-    Returns:
-        torch's keys, and the policy's own state under 'policy'
-    """
+    "All that scaler and policy remember; {} if disabled, as torch's"
     state = torch.amp.GradScaler.state_dict(self)
     if state: state['policy'] = self.policy.state_dict()
     return state
@@ -352,15 +312,7 @@ def state_dict(self:GradScaler)->dict: # torch's keys, and the policy's own stat
 def load_state_dict(self:GradScaler,
     state:dict, # ours, or torch's own
 ):
-    """Restore; ValueError if the state is of another policy, RuntimeError if it is empty, as
-    torch's
-
-    Args:
-        state: ours, or torch's own
-
-    Raises:
-        ValueError: if the state is of another policy, RuntimeError if it is empty, as torch's
-    """
+    "Restore; ValueError if the state is of another policy, RuntimeError if it is empty, as torch's"
     if not self._enabled: return
     before = deepcopy(self.policy.state_dict())
     if 'policy' in state: self.policy.load_state_dict(state['policy'])

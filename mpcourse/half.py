@@ -243,15 +243,7 @@ def model_to_half(
 )->nn.Module: # the model
     """Put a model in half precision by `cast_policy`: norms compute in float32, buffers stay in it
 
-    Not for `nn.DataParallel`, whose replicas would call the original's layers: take DDP.
-
-    Args:
-        model: changed in place; in any floating-point dtype, compiled or not
-        dtype: as for `half_dtype`
-
-    Returns:
-        the model
-    """
+    Not for `nn.DataParallel`, whose replicas would call the original's layers: take DDP."""
     dtype = half_dtype(dtype)
     policy = cast_policy(model, dtype)
     _remove_casts(model)
@@ -273,15 +265,7 @@ def model_to_half(
 def model_to_float(
     model:nn.Module, # changed in place
 )->nn.Module: # the model
-    """Undo `model_to_half`: all in float32, plain forwards. What was rounded away does not come
-    back
-
-    Args:
-        model: changed in place
-
-    Returns:
-        the model
-    """
+    "Undo `model_to_half`: all in float32, plain forwards. What was rounded away does not come back"
     validate_not_scripted(model)
     policy = {name: torch.float32 for name, *_ in _floats(model)}
     _remove_casts(model)
@@ -325,14 +309,7 @@ def clamp_hooks(
 def model_bytes(
     model:nn.Module, # any model
 )->int: # bytes
-    """Memory of a model's parameters and buffers, tied ones once
-
-    Args:
-        model: any model
-
-    Returns:
-        bytes
-    """
+    "Memory of a model's parameters and buffers, tied ones once"
     return sum(t.numel()*t.element_size() for t in {*model.parameters(), *model.buffers()})
 
 def saved_bytes(
@@ -340,16 +317,7 @@ def saved_bytes(
     *args, # its inputs
     call:Callable|None=None, # what to call in place of the model
 )->int: # bytes, without parameters and buffers
-    """Memory of the tensors that autograd keeps from a forward pass for the backward pass
-
-    Args:
-        model: any model
-        *args: its inputs
-        call: what to call in place of the model
-
-    Returns:
-        bytes, without parameters and buffers
-    """
+    "Memory of the tensors that autograd keeps from a forward pass for the backward pass"
     tensors = (*model.parameters(), *model.buffers())
     own = {t.untyped_storage().data_ptr() for t in tensors}
     slices = {}                                              # {storage: {offset: bytes}}

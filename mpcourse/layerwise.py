@@ -229,16 +229,7 @@ def read(self:LayerwiseWatch)->dict: # {name: 0-dim tensor}; nothing where no st
 
 # %% ../nbs/20_layerwise.ipynb #33cbd592
 class LayerwiseScaler(LossScaler):
-    """A loss scale, and a factor for each linear and convolutional layer (Zhao et al. 2019)
-
-    Args:
-        layers: a model, or names of its linear and convolutional layers
-        init_scale: the loss scale; it only ever falls
-        share: of each layer's gradient that may underflow, T
-        cap: the largest factor
-        every: steps from one choice of the factors to the next
-        **config: as for LossScaler: skip_nonfinite_loss, min_scale, max_scale
-    """
+    "A loss scale, and a factor for each linear and convolutional layer (Zhao et al. 2019)"
     def __init__(self,
         layers:nn.Module|list|tuple, # a model, or names of its linear and convolutional layers
         init_scale:float=1., # the loss scale; it only ever falls
@@ -268,11 +259,7 @@ class LayerwiseScaler(LossScaler):
     def __getstate__(self): return vars(self) | dict(watched=None)
 
     def watch(self, model:nn.Module)->LayerwiseWatch:
-        """Hook into the model's layers; ValueError if it does not have them
-
-        Raises:
-            ValueError: if it does not have them
-        """
+        "Hook into the model's layers; ValueError if it does not have them"
         if model is None:
             raise ValueError(f'{self!r} watches the model, and none was given: pass model=.')
         self.watched = LayerwiseWatch(self, model)
@@ -288,11 +275,7 @@ class LayerwiseScaler(LossScaler):
         return scaled
 
     def inv_scale(self, name:str|None=None)->Tensor:
-        """What takes the scale out of a parameter's gradient; ValueError if no pass reached it
-
-        Raises:
-            ValueError: if no pass reached it
-        """
+        "What takes the scale out of a parameter's gradient; ValueError if no pass reached it"
         carried = self.watched.carried if self.watched else {}
         if name not in carried:
             raise ValueError(
@@ -318,11 +301,7 @@ def next_scale(self:LayerwiseScaler, stats:dict)->Tensor:
 def choose(self:LayerwiseScaler,
     stats:dict, # {name: 0-dim tensor}, with those of all layers
 )->LayerwiseScaler:
-    """Choose each layer's factor from its statistics; 0 where they are all zero, or not finite
-
-    Args:
-        stats: {name: 0-dim tensor}, with those of all layers
-    """
+    "Choose each layer's factor from its statistics; 0 where they are all zero, or not finite"
     def stacked(*kind): return torch.stack([stats[(*kind, n)] for n in self.layers])
     carried = stacked('amax', 'carried')
     peak = stacked('amax', 'peak')
@@ -334,11 +313,7 @@ def choose(self:LayerwiseScaler,
 
 @patch
 def by_layer(self:LayerwiseScaler)->dict: # name -> float; 0: not known
-    """The product of the factors from the loss down to each layer
-
-    Returns:
-        name -> float; 0: not known
-    """
+    "The product of the factors from the loss down to each layer"
     return dict(zip(self.layers, self.factors.tolist()))
 
 # %% ../nbs/20_layerwise.ipynb #bf929fcb
@@ -349,14 +324,7 @@ def measured(cls:LayerwiseScaler,
     loss_func:Callable, # (predictions, targets) -> 0-dim loss
     **config, # as for the class; the loss scale is `StaticScaler.measured`'s, unless given
 )->LayerwiseScaler:
-    """Loss scale and factors from FP32 backward passes of one batch
-
-    Args:
-        model: in FP32; neither it nor its .grad is changed
-        batch: (inputs, targets); inputs as for `toys.call_args`
-        loss_func: (predictions, targets) -> 0-dim loss
-        **config: as for the class; the loss scale is `StaticScaler.measured`'s, unless given
-    """
+    "Loss scale and factors from FP32 backward passes of one batch"
     if 'init_scale' not in config:
         measured = StaticScaler.measured(model, batch, loss_func)
         config['init_scale'] = max(1., measured.scale.item())

@@ -31,13 +31,7 @@ from .underflow import note_flushed
 
 # %% ../nbs/89_learner.ipynb #89c4ec0a
 class MonitorCB(ContextCB):
-    """A `TensorCollector` for a Learner; it finds optimizer and scaler, and takes its hooks off
-
-    Args:
-        every: as for `TensorCollector`
-        keep: collections to remember
-        **kwargs: for `TensorCollector`
-    """
+    "A `TensorCollector` for a Learner; it finds optimizer and scaler, and takes its hooks off"
     order = 95 # after the step and everything that belongs to it
     def __init__(self,
         every:int|Callable=10, # as for `TensorCollector`
@@ -107,12 +101,7 @@ def switch(self:MixedPrecisionCB,
     scaler:LossScaler|None=None, # the policy from the next batch on; BF16 takes none
     dtype:str|torch.dtype|None=None, # 'fp16' or 'bf16'; None: FP16 with a scaler, BF16 without
 ):
-    """Change the scheme during a fit, between two batches; accumulated gradients are dropped
-
-    Args:
-        scaler: the policy from the next batch on; BF16 takes none
-        dtype: 'fp16' or 'bf16'; None: FP16 with a scaler, BF16 without
-    """
+    "Change the scheme during a fit, between two batches; accumulated gradients are dropped"
     self.dtype = validate_scheme(dtype, scaler)
     if scaler is None: scaler = StaticScaler(1.)
     self.scaler = scaler
@@ -124,12 +113,7 @@ def switch(self:MixedPrecisionCB,
 
 # %% ../nbs/89_learner.ipynb #00d388f6
 class WarnCB(Callback):
-    """Adds the flushed shares to a `MonitorCB`, judges its collections, acts at the first warning
-
-    Args:
-        on_warn: what to do
-        limit: as for `early_warning`
-    """
+    "Adds the flushed shares to a `MonitorCB`, judges its collections, acts at the first warning"
     order = 96 # after `MonitorCB`
     def __init__(self,
         on_warn:Callable=lambda verdict, learn: warn_user(str(verdict)), # what to do
@@ -179,11 +163,7 @@ class ALSFrame:
 
 # %% ../nbs/89_learner.ipynb #89c4ec16
 class ALSViewCB(Callback):
-    """Shows ALS at work in a Learner: `frames` keeps what it saw, `show()` draws the newest
-
-    Args:
-        every: steps between pictures
-    """
+    "Shows ALS at work in a Learner: `frames` keeps what it saw, `show()` draws the newest"
     order = 90
     name = 'als_view'
     def __init__(self,
@@ -195,11 +175,7 @@ class ALSViewCB(Callback):
         self.out = None     # a widget, once `show` has made it
 
     def before_fit(self):
-        """Find the scaler; ValueError if there is none, or another one
-
-        Raises:
-            ValueError: if there is none, or another one
-        """
+        "Find the scaler; ValueError if there is none, or another one"
         scalers = [c.scaler for c in self.learn.cbs if isinstance(c, MixedPrecisionCB)]
         if not scalers or not isinstance(scalers[0], ALSScaler):
             raise ValueError('There is no ALSScaler to look at: call learn.to_mixed(ALSScaler()) '
@@ -253,14 +229,7 @@ class ALSViewCB(Callback):
 def plot(self:ALSViewCB,
     k:int=-1, # which picture
 )->object:  # a matplotlib Figure
-    """The k-th picture: what was counted, the decision, and the scale until then
-
-    Args:
-        k: which picture
-
-    Returns:
-        a matplotlib Figure
-    """
+    "The k-th picture: what was counted, the decision, and the scale until then"
     import matplotlib.pyplot as plt
     if not self.frames: raise ValueError('There is no picture yet: train first.')
     f = self.frames[k]

@@ -41,15 +41,7 @@ def get_master(
     opt_or_groups:object, # torch's or fastai's optimizer, its param_groups, or lists of parameters
     flat:bool=False, # one master for each group instead of one for each parameter
 )->tuple: # (model_groups, master_groups): lists of lists; masters are FP32 copies
-    """Masters of all trainable parameters, group by group. Call it before the model is rounded
-
-    Args:
-        opt_or_groups: torch's or fastai's optimizer, its param_groups, or lists of parameters
-        flat: one master for each group instead of one for each parameter
-
-    Returns:
-        (model_groups, master_groups): lists of lists; masters are FP32 copies
-    """
+    "Masters of all trainable parameters, group by group. Call it before the model is rounded"
     model_groups = []
     master_groups = []
     rounded = 0
@@ -89,14 +81,7 @@ def to_master_grads(
     inv_scale:float|Tensor=1., # one over the loss scale, a number or a 0-dim tensor
     flat:bool=False, # as in `get_master`
 ):
-    """Copy the gradients to the masters' `.grad` in FP32, and multiply them by `inv_scale` there
-
-    Args:
-        model_groups: lists of parameters, from `get_master`
-        master_groups: their masters
-        inv_scale: one over the loss scale, a number or a 0-dim tensor
-        flat: as in `get_master`
-    """
+    "Copy the gradients to the masters' `.grad` in FP32, and multiply them by `inv_scale` there"
     for ps, ms in zip(model_groups, master_groups, strict=True):
         grads = []
         for p in ps: grads.append(p.grad)
@@ -110,13 +95,7 @@ def to_model_params(
     master_groups:list, # their masters
     flat:bool=False, # as in `get_master`
 ):
-    """Copy the masters into the model's parameters, rounded to their dtype
-
-    Args:
-        model_groups: lists of parameters, from `get_master`
-        master_groups: their masters
-        flat: as in `get_master`
-    """
+    "Copy the masters into the model's parameters, rounded to their dtype"
     for ps, ms in zip(model_groups, master_groups, strict=True):
         if flat and ms: ms = ms[0].split(list(map(Tensor.numel, ps)))
         for p, m in zip(ps, ms, strict=True): p.copy_(m.view_as(p))

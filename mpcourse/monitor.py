@@ -231,15 +231,7 @@ def tensor_stats(
     tensors:list, # floating, any shapes; one device
     names:tuple|list=tuple(STATISTICS), # of `STATISTICS`
 )->Tensor: # (tensors, names) float32, on their device
-    """Statistics of tensors, without waiting for the device
-
-    Args:
-        tensors: floating, any shapes; one device
-        names: of `STATISTICS`
-
-    Returns:
-        (tensors, names) float32, on their device
-    """
+    "Statistics of tensors, without waiting for the device"
     names = validate_choice(names, STATISTICS, 'statistic')
     sums = torch.stack([tensor_sums(t) for t in tensors])
     return sums_to_stats(sums, names).float()
@@ -446,20 +438,7 @@ class TensorCollector(CollectionLog, AbstractContextManager):
                 collector.step()        # after the optimizer's
         collector.frame()               # a pandas DataFrame, a row for each tensor and step
 
-    Norm, largest entry, share of zeros … of activations, of their gradients and of the weights'.
-
-    Args:
-        model: in training
-        every: steps from one collection to the next; or step -> bool
-        kinds: some of these
-        names: as for `match_names`; also 'input' and 'loss'
-        types: classes of modules, as for `watched_modules`
-        stats: some of `STATISTICS`, 'hist', 'update_ratio'
-        opt: torch or fastai optimizer whose moments are measured
-        scaler: what is in the gradients: a LossScaler, a GradScaler, or a number
-        writers: paths, as for `open_writer`, or functions of (step, rows)
-        keep: collections to remember
-    """
+    Norm, largest entry, share of zeros … of activations, of their gradients and of the weights'."""
     def __init__(self,
         model:nn.Module, # in training
         every:int|Callable=10, # steps from one collection to the next; or step -> bool
@@ -509,11 +488,7 @@ class TensorCollector(CollectionLog, AbstractContextManager):
     def step(self,
         loss:object=None, # of this step, unscaled; a number or a tensor
     ):
-        """The end of a step, taken or skipped: call it after the optimizer's, in each step
-
-        Args:
-            loss: of this step, unscaled; a number or a tensor
-        """
+        "The end of a step, taken or skipped: call it after the optimizer's, in each step"
         if self.seen:
             with _disable_current_modes():
                 if not self.seen.differentiated:            # count all forward passes

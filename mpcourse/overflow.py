@@ -40,14 +40,7 @@ class Overflow:
 
 # %% ../nbs/17_overflow.ipynb #20o00021
 class OverflowWatch:
-    """Finds what was not finite first in each step: two flags a tensor, one look at the device
-
-    Args:
-        model: to be watched
-        kinds: as for `TensorHooks`
-        names: as for `TensorHooks`
-        types: as for `TensorHooks`
-    """
+    "Finds what was not finite first in each step: two flags a tensor, one look at the device"
     def __init__(self,
         model:nn.Module, # to be watched
         kinds:tuple|list=('activation', 'activation_grad', 'weight_grad'), # as for `TensorHooks`
@@ -62,11 +55,7 @@ class OverflowWatch:
         self.seen.append((name, kind, torch.stack([t.isnan().any(), t.isinf().any()])))
 
     def step(self)->Overflow: # or None if all was finite
-        """The first overflow of this step; call it once a step, after the backward pass
-
-        Returns:
-            or None if all was finite
-        """
+        "The first overflow of this step; call it once a step, after the backward pass"
         seen = self.seen
         self.seen = []
         self.steps += 1
@@ -184,19 +173,7 @@ def find_overflow(
     scale:float|LossScaler=1., # on the loss: a number or a policy
     compute:Callable=fp32_accumulate, # makes a context for forward and backward
 )->Overflow: # None where the loss and the weights' gradients are finite
-    """Run a batch again, and name the module and the operation that made the first infinity or NaN
-
-    Args:
-        model: in FP32; it is not changed
-        batch: (inputs, targets): the one that went wrong; inputs as for `toys.call_args`
-        loss_func: (predictions in FP32, targets) -> 0-dim loss, or a nest of losses
-        dtype: of autocast
-        scale: on the loss: a number or a policy
-        compute: makes a context for forward and backward
-
-    Returns:
-        None where the loss and the weights' gradients are finite
-    """
+    "Run a batch again, and name the module and the operation that made the first infinity or NaN"
     inputs, _ = split_batch(batch)
     for n, t in [*model.named_parameters(), *named_tensors('input', inputs)]:
         if _is_finite(t): continue
@@ -228,13 +205,7 @@ def early_warning(
     """Has a layer lost this share of its gradient, on average over the last three collections?
 
     It counts zeros alone. Offsets that swallow digits, states that stand still, lost values,
-    cancellation and swallowed updates leave no zeros: `probe_precision` sees these.
-
-    Args:
-        frame: of a `TensorCollector`, with a column 'flushed': the latest collections
-        limit: share of a layer's gradient
-        kind: of which tensors
-    """
+    cancellation and swallowed updates leave no zeros: `probe_precision` sees these."""
     table = share_table(frame, kind=kind)
     if len(table) < 3:
         return Verdict(False, f'There are {len(table)} finite collections, and three are needed.')

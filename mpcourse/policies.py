@@ -130,15 +130,7 @@ def follow_rule(
 class DeepSpeedScaler(LossScaler):
     """DeepSpeed's rule: patience never falls below 1, and the first growth comes one step late.
 
-    At its minimum the scale stays, and the step is skipped with a warning; the original raises.
-
-    Args:
-        init_scale: 2^`initial_scale_power`
-        growth_interval: `loss_scale_window`
-        hysteresis: the overflow at which the scale backs off
-        consecutive: does patience come back with every clean step?
-        **config: as for LossScaler; `min_scale` is `min_loss_scale`, 1
-    """
+    At its minimum the scale stays, and the step is skipped with a warning; the original raises."""
     def __init__(self,
         init_scale:float=2.**16, # 2^`initial_scale_power`
         growth_interval:int=1000, # `loss_scale_window`
@@ -169,15 +161,7 @@ class DeepSpeedScaler(LossScaler):
 class FairseqScaler(LossScaler):
     """fairseq's rule: back off where the share of overflows since a change reaches a tolerance.
 
-    Where one step down would reach the minimum the scale stays; the original raises.
-
-    Args:
-        init_scale: the class' default; its command line's is 2^7
-        growth_interval: `scale_window`
-        tolerance: share of overflows, 0 to 1
-        moving: does the window double and halve with the scale? (metaseq)
-        **config: as for LossScaler; `min_scale` is `min_loss_scale`, 1e-4
-    """
+    Where one step down would reach the minimum the scale stays; the original raises."""
     def __init__(self,
         init_scale:float=2.**15, # the class' default; its command line's is 2^7
         growth_interval:int=2000, # `scale_window`
@@ -209,13 +193,7 @@ class FairseqScaler(LossScaler):
         return torch.where(back & ~lowest, down, torch.where(grow, self.scale*2, self.scale))
 
 class MetaseqScaler(FairseqScaler):
-    """metaseq's rule, fairseq's after the OPT-175B runs: the window moves with the scale
-
-    Args:
-        init_scale: metaseq's
-        growth_interval: `scale_window`, the first
-        **config: as for FairseqScaler; `min_scale` is 2^-5
-    """
+    "metaseq's rule, fairseq's after the OPT-175B runs: the window moves with the scale"
     def __init__(self,
         init_scale:float=4., # metaseq's
         growth_interval:int=256, # `scale_window`, the first
@@ -227,16 +205,7 @@ class MetaseqScaler(FairseqScaler):
 # %% ../nbs/13_policies.ipynb #e6aaf633
 #| code-fold: true
 class LogMaxScaler(LossScaler):
-    """OpenSeq2Seq's LogMax: a scale from mean and deviation of log2 of the largest gradient
-
-    Args:
-        init_scale: the first scale
-        beta1: of the running mean
-        beta2: of the running variance
-        deviations: above the mean: one step in a thousand
-        overflow_as: x of a step that overflows; as published, 2^16
-        **config: as for LossScaler; `max_scale` is 2^14
-    """
+    "OpenSeq2Seq's LogMax: a scale from mean and deviation of log2 of the largest gradient"
     required_stats = ('found_inf', 'amax')
 
     def __init__(self,
@@ -294,18 +263,7 @@ def get_policy(
     policy:str|LossScaler, # a name, or a scaler, which comes back as it is
     **config, # arguments of its class
 )->LossScaler: # a new one, or the scaler that was given
-    """A scaler by its name; ValueError that lists what there is
-
-    Args:
-        policy: a name, or a scaler, which comes back as it is
-        **config: arguments of its class
-
-    Returns:
-        a new one, or the scaler that was given
-
-    Raises:
-        ValueError: that lists what there is
-    """
+    "A scaler by its name; ValueError that lists what there is"
     if isinstance(policy, LossScaler):
         if config: raise ValueError(
             f'{policy!r} exists already, so its {", ".join(config)} cannot be changed here: '

@@ -665,22 +665,13 @@ def run_low(
 # %% ../nbs/18_probe.ipynb #1800005b
 @dataclass
 class ProbeReport:
-    """All tensors of a step, in the order in which they are computed, and where precision is lost
-
-    Args:
-        rows: of Row
-        parted: number of the first call at which the two runs did different things
-    """
+    "All tensors of a step, in the order in which they are computed, and where precision is lost"
     rows:list # of Row
     parted:int|None=None # number of the first call at which the two runs did different things
 
     @property
     def faults(self)->list: # of rows, one for each line of code and direction, in order
-        """Where errors begin
-
-        Returns:
-            of rows, one for each line of code and direction, in order
-        """
+        "Where errors begin"
         first = {}
         for row in self.rows:
             if not row.kind: continue
@@ -746,14 +737,7 @@ def sentence(self:ProbeReport)->str:
 def table(self:ProbeReport,
     faults:bool=False, # only the rows where an error begins
 )->object: # a DataFrame
-    """A pandas DataFrame
-
-    Args:
-        faults: only the rows where an error begins
-
-    Returns:
-        a DataFrame
-    """
+    "A pandas DataFrame"
     import pandas as pd
     rows = self.faults if faults else self.rows
     columns = ('direction', 'op', 'name', 'where', 'error', 'carried', 'own',
@@ -766,16 +750,7 @@ def plot(self:ProbeReport,
     label:str='', # for a legend
     color:str=CYCLE[0], # of the line
 )->object: # the axes
-    """The error of each tensor, in order, on a log axis; a ring where an error begins
-
-    Args:
-        ax: matplotlib axes
-        label: for a legend
-        color: of the line
-
-    Returns:
-        the axes
-    """
+    "The error of each tensor, in order, on a log axis; a ring where an error begins"
     import matplotlib.pyplot as plt
     if ax is None: ax = plt.subplots(figsize=(8, 3))[1]
     errors = self.table().error.clip(1e-6, 1e3)
@@ -800,20 +775,7 @@ def probe_precision(
 )->ProbeReport:
     """Run a batch in FP32 and in few bits, and compare each tensor: where is precision lost?
 
-    ValueError for an unknown scheme.
-
-    Args:
-        model: in FP32, or as it is trained; it is not changed
-        batch: (inputs, targets); inputs as for `toys.call_args`
-        loss_func: (predictions in FP32, targets) -> 0-dim loss, or a nest of losses
-        scheme: a name, a Recipe, a format, a context's maker, or None: the model's own
-        scale: on the loss
-        opt: of the model's parameters: compare its step, too
-        most: entries that are looked at in each tensor; None: all
-
-    Raises:
-        ValueError: for an unknown scheme
-    """
+    ValueError for an unknown scheme."""
     batch = split_batch(batch)
     model = getattr(model, '_orig_mod', model)              # inside torch.compile
     kind = next(model.parameters()).device.type

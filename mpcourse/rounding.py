@@ -138,22 +138,7 @@ def quantize(
     subnormals:bool=True, # False: results that would be subnormal become zero
     generator:torch.Generator|None=None, # for 'stochastic', on x's device
 )->torch.Tensor|float: # without gradient; in x's dtype if it holds fmt's values, else float32 or 64
-    """Round to a format's values; ValueError or TypeError if that is not possible
-
-    Args:
-        x: floating-point of any dtype, shape and device, or a Python number
-        fmt: the target, or its name
-        rounding: 'nearest' (ties to even), 'stochastic' or 'toward_zero'
-        overflow: what becomes of larger numbers: 'saturate' (±max), 'inf' or 'nan'
-        subnormals: False: results that would be subnormal become zero
-        generator: for 'stochastic', on x's device
-
-    Returns:
-        without gradient; in x's dtype if it holds fmt's values, else float32 or 64
-
-    Raises:
-        ValueError or TypeError: if that is not possible
-    """
+    "Round to a format's values; ValueError or TypeError if that is not possible"
     if isinstance(x, (int, float)) and not isinstance(x, bool):
         x = torch.tensor(x, dtype=torch.float64)
         return quantize(x, fmt, rounding, overflow, subnormals, generator).item()

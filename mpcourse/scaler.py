@@ -51,15 +51,7 @@ def validate_scale(
 
 # %% ../nbs/08_scaler.ipynb #fff3dc36
 class LossScaler(nn.Module):
-    """A policy: a loss scale, and the rule that computes the next one from a step's statistics
-
-    Args:
-        init_scale: the first scale
-        skip_nonfinite_loss: change nothing in a step whose loss itself was not finite?
-        min_scale: no scale falls below it; below 1 gradients are checked twice
-        max_scale: no scale rises above it
-        **config: other arguments of the policy's constructor: attributes, and part of the state
-    """
+    "A policy: a loss scale, and the rule that computes the next one from a step's statistics"
     required_stats = ('found_inf',) # what the step counts: also 'numel', 'amax', ('above', edge)
 
     def __init__(self,
@@ -89,11 +81,7 @@ class LossScaler(nn.Module):
 
     @property
     def config(self)->dict: # name -> value
-        """The settings, by which a policy of this class can be built again
-
-        Returns:
-            name -> value
-        """
+        "The settings, by which a policy of this class can be built again"
         return {n: getattr(self, n) for n in self._settings}
 
     def scale_loss(self, loss:object)->object:
@@ -144,12 +132,7 @@ class LossScaler(nn.Module):
 
 # %% ../nbs/08_scaler.ipynb #b9e4fec0
 class StaticScaler(LossScaler):
-    """A scale that never changes; steps with a gradient that is not finite are skipped
-
-    Args:
-        init_scale: the loss scale
-        **config: as for LossScaler
-    """
+    "A scale that never changes; steps with a gradient that is not finite are skipped"
     def __init__(self,
         init_scale:float=2.**10, # the loss scale
         **config, # as for LossScaler
@@ -200,19 +183,7 @@ def measured(cls:LossScaler,
     target:float=2.**10, # where the largest gradient shall lie: six octaves below FP16's end
     **config, # of the policy; by default the floor of a scale that moves is four octaves below it
 )->LossScaler: # the policy, at that scale
-    """The power of two that lifts the largest gradient of one FP32 backward pass up to `target`
-
-    Args:
-        model: in FP32; neither it nor its .grad is changed
-        batch: (inputs, targets); inputs: a tensor, a list or tuple of them, or a mapping
-        loss_func: (predictions, targets) -> 0-dim loss, or a nest of losses
-        target: where the largest gradient shall lie: six octaves below FP16's end
-        **config: of the policy; by default the floor of a scale that moves is four octaves
-            below it
-
-    Returns:
-        the policy, at that scale
-    """
+    "The power of two that lifts the largest gradient of one FP32 backward pass up to `target`"
     amax = largest_gradient(model, batch, loss_func)
     if not 0 < amax < float('inf'):
         raise ValueError(f'The largest gradient of this batch is {amax}, which no scale fits: '

@@ -84,17 +84,7 @@ def record_trace(
     steps:int=None, # fewer or more than the toy's own
     seed:int=0, # of weights and batches
 )->Trace: # of the gradients of all parameters together
-    """Train a toy and record its gradients
-
-    Args:
-        toy: what to train
-        step: how; in FP32 nothing is lost
-        steps: fewer or more than the toy's own
-        seed: of weights and batches
-
-    Returns:
-        of the gradients of all parameters together
-    """
+    "Train a toy and record its gradients"
     rec = Recording(step)
     run = train_toy(toy, rec, seed, steps=steps)
     return rec.trace(run.toy.name)
@@ -211,25 +201,13 @@ def save_trace(
     trace:Trace, # any
     path:str|Path, # a file, which is replaced
 ):
-    """Write a trace with `torch.save`
-
-    Args:
-        trace: any
-        path: a file, which is replaced
-    """
+    "Write a trace with `torch.save`"
     torch.save(vars(trace), path)
 
 def load_trace(
     path:str|Path, # a file from `save_trace`
 )->Trace:
-    """Read a trace; FileNotFoundError if there is no such file, ValueError if it holds no trace
-
-    Args:
-        path: a file from `save_trace`
-
-    Raises:
-        FileNotFoundError: if there is no such file, ValueError if it holds no trace
-    """
+    "Read a trace; FileNotFoundError if there is no such file, ValueError if it holds no trace"
     try:
         trace = Trace(**torch.load(path, weights_only=True))
         str(trace)          # fails where a part is no tensor
@@ -333,13 +311,7 @@ def replay(
     trace:Trace, # recorded or made
     start:float=None, # the same first scale for all, within their bounds; None: each its own
 )->Result:
-    """Run policies on a trace of a training in FP16
-
-    Args:
-        policies: as for `named_policies`; a name is the published rule, with its mistakes
-        trace: recorded or made
-        start: the same first scale for all, within their bounds; None: each its own
-    """
+    "Run policies on a trace of a training in FP16"
     if not isinstance(trace, Trace):
         raise ValueError(f'{trace!r} is not a Trace: take overflow_burst(), random_burst() or '
                          'load_trace(path).')

@@ -221,19 +221,7 @@ def nonfinite_names(
 # %% ../nbs/09_step.ipynb #d3f3d309
 @dataclass
 class StepOutcome:
-    """The result of a step; nothing is read from the device before it is asked for
-
-    Args:
-        found_inf: 0-dim: greater than 0 where the step is to be skipped
-        scale: 0-dim: the loss scale of this step
-        next_scale: 0-dim: the loss scale of the next
-        held: 0-dim: how many steps in a row, up to this one, had a loss that was not finite
-        skips: how many steps in a row, up to this one, are to be skipped
-        number: of the step in this process
-        floor: lowest scale allowed; 0 if the first scale was already the lowest
-        grads: (name, gradient, unscaled gradient), until the first look
-        nonfinite: after the first look: whose gradient was not finite on this rank
-    """
+    "The result of a step; nothing is read from the device before it is asked for"
     found_inf:Tensor # 0-dim: greater than 0 where the step is to be skipped
     scale:Tensor # 0-dim: the loss scale of this step
     next_scale:Tensor # 0-dim: the loss scale of the next
@@ -626,15 +614,7 @@ class MixedStep:
         for xb, yb in loader: out = step(model, xb, yb, opt, F.cross_entropy)
 
     A step whose gradients are not finite is skipped, and BatchNorm's statistics go back.
-    `step.scaler` has a state_dict; `step.outcome.stepped` says whether the step was taken.
-
-    Args:
-        scaler: which scale, and when to change it; FP16 needs one, BF16 none
-        dtype: 'fp16' or 'bf16'; None: FP16 with a scaler, BF16 without
-        compute: context of both passes; None: `fp32_accumulate` on a CPU only
-        clip: largest norm of the optimizer's unscaled gradients, all together
-        group: process group that decides together; None: all ranks, if there are any
-    """
+    `step.scaler` has a state_dict; `step.outcome.stepped` says whether the step was taken."""
     def __init__(self,
         scaler:LossScaler|None=None, # which scale, and when to change it; FP16 needs one, BF16 none
         dtype:str|torch.dtype|None=None, # 'fp16' or 'bf16'; None: FP16 with a scaler, BF16 without
@@ -652,14 +632,7 @@ class MixedStep:
     def begin(self,
         model:nn.Module, # in FP32
     ):
-        """Check a new model, and let the policy watch it; ValueError if it cannot be trained
-
-        Args:
-            model: in FP32
-
-        Raises:
-            ValueError: if it cannot be trained
-        """
+        "Check a new model, and let the policy watch it; ValueError if it cannot be trained"
         validate_trainable(model)
         if self.controller and self.controller.watched: self.controller.watched.remove()
         self.controller = StepController(self.scaler, model, self.group)
@@ -687,18 +660,7 @@ class MixedStep:
         opt:object, # of the model's parameters
         loss_func:Callable, # (FP32 predictions, targets) -> 0-dim loss, or a nest, which is added
     )->dict: # 'loss' without the scale, 'scale' of this step, 'skipped': 0-dim tensors
-        """A whole step: empty the gradients, forward, backward, unscale, decide, clip, step or skip
-
-        Args:
-            model: in FP32, its inputs on its device
-            xb: inputs: a tensor, a list or tuple of them, or a mapping
-            yb: targets
-            opt: of the model's parameters
-            loss_func: (FP32 predictions, targets) -> 0-dim loss, or a nest, which is added
-
-        Returns:
-            'loss' without the scale, 'scale' of this step, 'skipped': 0-dim tensors
-        """
+        "A whole step: empty the gradients, forward, backward, unscale, decide, clip, step or skip"
         if self.trained != (model, opt): validate_optimizer(opt, model)
         if self.controller is None or self.controller.model is not model: self.begin(model)
         self.trained = model, opt

@@ -563,11 +563,7 @@ class OpMode(TorchDispatchMode, ContextDecorator):
         return f"{type(self).__name__}({', '.join(options)})"
 
 class fp32_accumulate(OpMode):
-    """Half precision on a CPU as a tensor core computes it: products summed in FP32, rounded once
-
-    Args:
-        overflow: 'inf', as on a GPU; 'saturate': FP16 results clipped at ±65504
-    """
+    "Half precision on a CPU as a tensor core computes it: products summed in FP32, rounded once"
     def __init__(self,
         overflow:str='inf', # 'inf', as on a GPU; 'saturate': FP16 results clipped at ±65504
     ):
@@ -643,15 +639,7 @@ class as_gpu(OpMode):
     """Matrix products, forward and backward, as a GPU's tensor cores compute them
 
     FP16 and BF16 tensors are computed in their format. FP32 tensors are cast to `fmt`, in FP8
-    with one scale for each tensor. Convolutions and fused attention raise NotImplementedError.
-
-    Args:
-        gpu: in `CORES`, or a `Core`; None: the casts alone, and sums in FP32
-        fmt: of FP32 operands: 'e4m3', 'fp16' …; None: FP32 stays as it is
-        grad: of gradients; None: E5M2 where fmt is E4M3, else fmt
-        promote: products after which the sum goes into an FP32 sum
-        acc: format of the sums
-    """
+    with one scale for each tensor. Convolutions and fused attention raise NotImplementedError."""
     def __init__(self,
         gpu:str|Core|None, # in `CORES`, or a `Core`; None: the casts alone, and sums in FP32
         fmt:str|None=None, # of FP32 operands: 'e4m3', 'fp16' …; None: FP32 stays as it is

@@ -93,21 +93,7 @@ def probe_flushed(
     kinds:tuple|list=('weight_grad', 'activation_grad'), # of what; also 'activation'
     names:str|list|tuple|None=None, # of modules and parameters, as for `match_names`
 )->dict: # (name, kind) -> ZeroCount
-    """Run a micro-batch in FP32 and as it will be trained: which zeros are due to the format?
-
-    Args:
-        model: in FP32 or half; it is not changed
-        batch: (inputs, targets); inputs as for `toys.call_args`
-        loss_func: (predictions in FP32, targets) -> 0-dim loss
-        dtype: of autocast; None where `compute` emulates a format
-        scale: on the loss
-        compute: makes a context for forward and backward
-        kinds: of what; also 'activation'
-        names: of modules and parameters, as for `match_names`
-
-    Returns:
-        (name, kind) -> ZeroCount
-    """
+    "Run a micro-batch in FP32 and as it will be trained: which zeros are due to the format?"
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     with _disable_current_modes():
         high = replay_batch(model, batch, loss_func, None, scale, keep=lambda t: t != 0)
@@ -127,14 +113,7 @@ def note_flushed(
     loss_func:Callable, # as for `probe_flushed`
     **kwargs, # for `probe_flushed`: dtype, compute
 ):
-    """Give the collection that is due a column 'flushed'; does nothing in other steps
-
-    Args:
-        collector: a `TensorCollector`, before a step
-        batch: (inputs, targets), as for `probe_flushed`
-        loss_func: as for `probe_flushed`
-        **kwargs: for `probe_flushed`: dtype, compute
-    """
+    "Give the collection that is due a column 'flushed'; does nothing in other steps"
     if collector.seen is None: return
     scale = 1/inverse_scale(collector.scaler)
     found = probe_flushed(collector.model, batch, loss_func, scale=scale, **kwargs)

@@ -87,16 +87,7 @@ def assert_unit_scaled(
     tol:float=.1, # how far from 1 a standard deviation may be
     **tensors, # as in `unit_stds`
 ):
-    """AssertionError that names the output or gradients that are not of unit scale
-
-    Args:
-        f: as in `unit_stds`
-        tol: how far from 1 a standard deviation may be
-        **tensors: as in `unit_stds`
-
-    Raises:
-        AssertionError: that names the output or gradients that are not of unit scale
-    """
+    "AssertionError that names the output or gradients that are not of unit scale"
     stds = unit_stds(f, **tensors)
     off = {k: round(v, 3) for k, v in stds.items() if not abs(v - 1) <= tol}
     if off: raise AssertionError(f'Not unit-scaled: {off} should be within {tol} of 1.')

@@ -392,20 +392,7 @@ def unit_scale(
 )->nn.Module: # a copy, unit-scaled, with weights of variance one
     """Convert a model, or raise a ValueError that names what is in the way
 
-    The copy needs other learning rates.
-
-    Args:
-        model: made of known layers; it is not changed
-        readout: name of the last linear layer, which needs no constraint
-        constraint: for all other layers; 'none' where the model is a chain
-        known: your class -> its unit-scaled one, with a forward for the same parameters
-
-    Returns:
-        a copy, unit-scaled, with weights of variance one
-
-    Raises:
-        ValueError: that names what is in the way The copy needs other learning rates
-    """
+    The copy needs other learning rates."""
     known = UNIT_LAYERS | known
     why = not_convertible(model, known)
     if why: raise ValueError(f'Nothing was converted: {why}.')
@@ -437,16 +424,7 @@ def unit_param_groups(
 
     If each weight moves by one, a layer's output moves by up to fan_in, divided by fan_in to the
     layer's `power`. So the rate is lr/√fan_in for unit-scaled layers, and lr/fan_in for ordinary
-    ones.
-
-    Args:
-        model: made of unit-scaled layers, or of ordinary ones
-        lr: of the embeddings
-        vectors: what the rate of biases and of norms' weights is multiplied by
-
-    Returns:
-        parameter groups for Adam
-    """
+    ones."""
     groups = {}
     for m in model.modules():
         power = getattr(m, 'power', 0.)

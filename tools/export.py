@@ -108,40 +108,41 @@ def is_shown(method):
 def public_nodes(tree, names, classes):
     "Functions and classes of these names, their methods, and what is patched into a public class"
     for node in tree.body:
-        if is_patched(node, classes) and is_shown(node): yield node
+        if is_patched(node, classes) and is_shown(node):
+            node.owner = ast.unparse(node.args.args[0].annotation)
+            yield node
         elif getattr(node, 'name', '') in names:
             yield node
-            if isinstance(node, ast.ClassDef): yield from filter(is_shown, node.body)
+            if not isinstance(node, ast.ClassDef): continue
+            for method in filter(is_shown, node.body):
+                method.owner = node.name
+                yield method
 
 
 def documented(
     text:str, # of a module
     names:set, # that are public in it
     classes:set, # names of public classes, of any module
-) -> str: # the module
-    "A module whose public docstrings say what its comments say"
-    module = Module(text)
-    nodes = public_nodes(ast.parse(text), names, classes)
-    for node in sorted(nodes, key=lambda n: -n.body[0].lineno):     # from the end
+) -> dict: # qualified name -> docstring
+    "What the comments of a module say of its public names and their methods"
+    module, found = Module(text), {}
+    for node in public_nodes(ast.parse(text), names, classes):
+        owner = getattr(node, 'owner', '')
         doc = extended(node, module)
-        old = node.body[0]
-        if not doc or old.lineno == node.lineno: continue
-        indent = ' '*old.col_offset
-        first, _, rest = f'"""{doc}\n"""'.replace('\\', '\\\\').partition('\n')
-        lines = [*textwrap.wrap(first, WIDTH - old.col_offset), *rest.split('\n')]
-        module.lines[old.lineno - 1:old.end_lineno] = [(indent + x).rstrip() for x in lines]
-    return '\n'.join(module.lines)
+        if doc: found[f'{owner}.{node.name}'.lstrip('.')] = doc
+    return found
 
 
 def document(package:Path):
-    "Write the docstrings of all modules"
+    "Write the docstrings of all modules into _docs.py, from which `mpcourse` gives them to its names"
     init = (package/'__init__.py').read_text(encoding='utf-8')
     public = ast.literal_eval(re.search(r'^_NAMES = (\{.*?^\})', init, re.M | re.S)[1])
-    everything = set().union(*public.values())
+    everything, docs = set().union(*public.values()), {}
     for path in sorted(package.glob('[!_]*.py')):
-        text = path.read_text(encoding='utf-8')
-        new = documented(text, set(public.get(path.stem, ())), everything)
-        if new != text: path.write_text(new, encoding='utf-8')
+        docs |= documented(path.read_text(encoding='utf-8'), set(public.get(path.stem, ())), everything)
+    lines = [f'    {name!r}: {doc!r},' for name, doc in sorted(docs.items())]
+    text = '"What help() shows of the public names: tools/export.py writes it from the comments"\n\nDOCS = {\n' + '\n'.join(lines) + '\n}\n'
+    (package/'_docs.py').write_text(text, encoding='utf-8')
 
 
 def main() -> int: # exit code
