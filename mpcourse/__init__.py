@@ -121,7 +121,7 @@ if not TYPE_CHECKING:  # otherwise a checker would take any name for one of ours
             owner, _, method = key.partition('.')
             if owner != name: continue
             shown = vars(public).get(method) if method else public
-            shown = getattr(shown, '__func__', shown)
+            shown = getattr(shown, '__func__', getattr(shown, 'f', shown))  # of a class method, fastcore's too
             if shown is not None: shown.__doc__ = doc
         globals()[name] = public
         return public
