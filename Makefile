@@ -18,7 +18,7 @@ course: .venv/.installed ## run the chapters and write their pages to _course/ (
 test: .venv/.installed ## run the checks; a second time only what has changed (ALL=1 for all that CI runs)
 	@$(BIN)/python tests/run.py
 
-export: .venv/.installed ## write mpcourse/ from the notebooks: nbdev_export, and docstrings from the comments
+export: .venv/.installed ## write mpcourse/ from the notebooks: nbdev_export, and from the comments what help() shows
 	@$(BIN)/python -m tools.export
 
 check: .venv/.installed ## check your solutions of a chapter (CHAPTER=11 FILE=mine.py)

@@ -8,6 +8,7 @@ import ast, io, re, subprocess, sys, textwrap, tokenize
 from pathlib import Path
 
 WIDTH = 100
+HEAD = '"What help() shows of the public names: tools/export.py writes it from the comments"'
 
 
 class Module:
@@ -125,7 +126,8 @@ def documented(
     classes:set, # names of public classes, of any module
 ) -> dict: # qualified name -> docstring
     "What the comments of a module say of its public names and their methods"
-    module, found = Module(text), {}
+    module = Module(text)
+    found = {}
     for node in public_nodes(ast.parse(text), names, classes):
         owner = getattr(node, 'owner', '')
         doc = extended(node, module)
@@ -134,14 +136,16 @@ def documented(
 
 
 def document(package:Path):
-    "Write the docstrings of all modules into _docs.py, from which `mpcourse` gives them to its names"
+    "Write the docstrings of all modules into _docs.py; `mpcourse` gives them to its names"
     init = (package/'__init__.py').read_text(encoding='utf-8')
     public = ast.literal_eval(re.search(r'^_NAMES = (\{.*?^\})', init, re.M | re.S)[1])
-    everything, docs = set().union(*public.values()), {}
+    everything = set().union(*public.values())
+    docs = {}
     for path in sorted(package.glob('[!_]*.py')):
-        docs |= documented(path.read_text(encoding='utf-8'), set(public.get(path.stem, ())), everything)
+        names = set(public.get(path.stem, ()))
+        docs |= documented(path.read_text(encoding='utf-8'), names, everything)
     lines = [f'    {name!r}: {doc!r},' for name, doc in sorted(docs.items())]
-    text = '"What help() shows of the public names: tools/export.py writes it from the comments"\n\nDOCS = {\n' + '\n'.join(lines) + '\n}\n'
+    text = '\n'.join([HEAD, '', 'DOCS = {', *lines, '}', ''])
     (package/'_docs.py').write_text(text, encoding='utf-8')
 
 
