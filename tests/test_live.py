@@ -47,6 +47,7 @@ def codes(name):
     return sorted({*some, *range(40), *range(f.max_code - 5, f.max_code + 3), *range(2**f.man_bits - 5, 2**f.man_bits + 5)})
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize('name', FORMATS)
 def test_casts_and_bits(name, tmp_path):
     f = get_format(name)
@@ -67,6 +68,7 @@ def test_casts_and_bits(name, tmp_path):
     agrees(tmp_path, cases)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize('name', FORMATS)
 def test_neighbours(name, tmp_path):
     f, cases = get_format(name), []

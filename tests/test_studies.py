@@ -50,6 +50,7 @@ def test_the_library_knows_no_study():
     assert (ROOT/'setup.py').read_text().count("find_packages(include=[cfg['lib_path']") == 1 and 'studies' not in (ROOT/'MANIFEST.in').read_text()
 
 
+@pytest.mark.sweep(3)
 @each('name, row', [('rain_study', 'torch'), ('every_scheme', 'CNN: FP16 hold'), ('als_table', 'FP32')])
 def test_a_stored_row_again(monkeypatch, name, row):
     monkeypatch.setenv('MPCOURSE_SEED', '7')        # shifts the seeds of chapters, not those of stored results
