@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 from harness import Row
-from mpcourse.probe import probe_precision
+from mpcourse.sanitizer import probe_precision
 from mpcourse.toys import CharTransformer, cross_entropy, seeded
 
 SIZES = {'the toy, 117 thousand parameters': ({}, 16, 64, 5),

@@ -52,9 +52,9 @@ if TYPE_CHECKING:  # what editors and type checkers see; the aliases mark the na
     from .policies import LogMaxScaler as LogMaxScaler
     from .policies import MetaseqScaler as MetaseqScaler
     from .policies import get_policy as get_policy
-    from .probe import ProbeReport as ProbeReport
-    from .probe import probe_precision as probe_precision
     from .rounding import quantize as quantize
+    from .sanitizer import probe_precision as probe_precision
+    from .sanitizer import sanitize as sanitize
     from .scaler import LossScaler as LossScaler
     from .scaler import StaticScaler as StaticScaler
     from .simulator import load_trace as load_trace
@@ -90,8 +90,8 @@ _NAMES = {
     'monitor': ['TensorCollector', 'tensor_stats'],
     'overflow': ['OverflowWatch', 'early_warning', 'find_overflow'],
     'policies': ['DeepSpeedScaler', 'FairseqScaler', 'LogMaxScaler', 'MetaseqScaler', 'get_policy'],
-    'probe': ['ProbeReport', 'probe_precision'],
     'rounding': ['quantize'],
+    'sanitizer': ['probe_precision', 'sanitize'],
     'scaler': ['LossScaler', 'StaticScaler'],
     'simulator': ['load_trace', 'record_trace', 'replay', 'save_trace'],
     'step': ['MixedStep', 'StepOutcome'],

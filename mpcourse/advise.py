@@ -23,7 +23,7 @@ from .compare import find_step, Training
 from .fourbits import FP4_RECIPES
 from .fp8 import CastConfig, Recipe, RECIPES
 from .plots import figure_html
-from .probe import probe_precision
+from .sanitizer import probe_precision
 from .rounding import quantize
 from .toys import plain_step, seeded
 
@@ -321,9 +321,11 @@ def begins(
     else:
         if row is None: return ''
         where = 'outside the layers'
-        if row.name: where = f'of {row.name}'
+        if row.module: where = f'of {row.module}'
         if row.where: where += f', at {row.where}'
-        return f'{row.kind} begins {row.direction} in {row.op} {where}'
+        direction = 'forward'
+        if row.backward: direction = 'backward'
+        return f'{row.kind} begins {direction} in {row.op} {where}'
     return ''
 
 def attributed(

@@ -27,7 +27,7 @@ from .gradscaler import *  # noqa: F403
 from .monitor import *  # noqa: F403
 from .underflow import *  # noqa: F403
 from .overflow import *  # noqa: F403
-from .probe import *  # noqa: F403
+from .sanitizer import *  # noqa: F403
 from .als import *  # noqa: F403
 from .layerwise import *  # noqa: F403
 from .accumulate import *  # noqa: F403
@@ -46,7 +46,7 @@ from .plots import *  # noqa: F403
 
 # %% ../nbs/93_all.ipynb #a27af561
 MODULES = '''formats rounding toys failures tensorcore emulate recipe half master scaler step callback
-             checkpoint dynamic policies simulator gradscaler monitor underflow overflow probe als layerwise
+             checkpoint dynamic policies simulator gradscaler monitor underflow overflow sanitizer als layerwise
              accumulate distributed learner zoo unit unit_models fp8 fourbits remainders compare
              advise cases plots'''.split()
 __all__ = [name for m in MODULES for name in sys.modules[f'mpcourse.{m}'].__all__]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpcourse.probe import probe_precision
+from mpcourse.sanitizer import probe_precision
 from mpcourse.toys import batches, char_text, char_transformer, cross_entropy, digits, fit, plain_step, seeded
 
 

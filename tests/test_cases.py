@@ -6,7 +6,7 @@ import pytest, torch
 
 from mpcourse.cases import CAUSES, CURES, GUESS, REMEDIES, Case, evidence, lost_by, outcomes, score, solutions, train_patient
 from tools.exercises import checkers
-from mpcourse.probe import probe_precision
+from mpcourse.sanitizer import probe_precision
 from mpcourse.toys import plain_step
 from mpcourse.zoo import study
 from conftest import NBS

@@ -10,8 +10,8 @@ from mpcourse.emulate import emulate_format
 from mpcourse.fp8 import RECIPES
 from mpcourse.layerwise import LayerwiseScaler
 from mpcourse.monitor import TensorCollector
-from mpcourse.probe import note_errors, probe_precision, relative_error
 from mpcourse.rounding import quantize
+from mpcourse.sanitizer import is_tool, measure_error, note_errors, probe_precision, sanitize
 from mpcourse.toys import batches, get_toy
 
 pytestmark = pytest.mark.library
@@ -47,7 +47,7 @@ class Offset(nn.Module):
 
 def test_the_line_of_an_offset_and_not_the_lines_after_it():
     row = probe_precision(Offset(), data(), MSE, 'bf16 weights').worst
-    assert (row.kind, row.op) in (('a large offset', 'add'), ('a large offset', '__add__')) and row.code == 'high = h + self.offset'
+    assert (row.kind, row.op, row.code) == ('a large offset', 'add', 'high = h + self.offset')
     assert row.error > .5 and row.carried < .02 and row.own == pytest.approx(row.error, rel=.2)
 
 
@@ -55,43 +55,44 @@ def test_the_line_of_an_offset_and_not_the_lines_after_it():
                          ids=['bf16', 'fp16', 'bf16 weights', 'own', 'recipe', 'context'])
 def test_a_healthy_net_is_not_accused(scheme):
     report = probe_precision(mlp(8, 16, 16, 4), data(), MSE, scheme)
-    assert not report.faults and report.parted is None and 'No error jumps' in str(report)
+    assert not report.findings and ('Nothing' in str(report))
     assert any(r.error > 0 for r in report.rows) == (scheme is not None)
 
 
 def test_without_few_bits_there_is_no_error():
-    assert {r.error for r in probe_precision(mlp(8, 16, 4), data(), MSE, None).rows} == {0.}
+    report = probe_precision(mlp(8, 16, 4), data(), MSE, None)
+    assert not report.rows and 'Nothing computed in few bits' in str(report)
 
 
 def test_errors_are_those_of_two_plain_runs():
     net, (x, y) = mlp(8, 16, 4), data()
     with torch.autocast('cpu', torch.bfloat16): low = net(x).float()
     ref = net(x)
-    rows = [r for r in probe_precision(net, (x, y), MSE, 'bf16', most=None).rows if r.name == '2' and r.direction == 'forward']
+    rows = [r for r in probe_precision(net, (x, y), MSE, 'bf16', most=10**9).rows if r.module == '2' and not r.backward]
     want = ((low - ref).square().mean().sqrt()/ref.std()).item()
-    assert rows[0].error == pytest.approx(want, rel=.1)            # sums of products may be in another order
+    assert rows[-1].error == pytest.approx(want, rel=.1)            # sums of products may be in another order
 
 
 def test_an_underflow_and_the_scale_that_cures_it():
     toy = get_toy('deep_sigmoid')
     args = toy.model(0), next(batches(toy.data(), toy.bs, 1)), toy.loss_func, 'fp16'
     row = probe_precision(*args).worst
-    assert (row.kind, row.direction) == ('underflow', 'backward') and row.flushed > .3
-    assert not probe_precision(*args, scale=2.**14).faults
+    assert (row.kind, row.backward) == ('underflow', True) and row.flushed > .2
+    assert not probe_precision(*args, scale=2.**14).findings
 
 
 def test_a_scale_that_is_too_large():
     row = probe_precision(mlp(8, 16, 4), data(), MSE, 'fp16', scale=2.**30).worst
-    assert (row.kind, row.direction, row.error) == ('overflow', 'backward', math.inf)
+    assert (row.kind, row.backward, row.error) == ('overflow', True, math.inf)
 
 
 def test_updates_that_are_swallowed_and_those_that_are_not():
     net = mlp(8, 16, 4)
     small, large = (torch.optim.SGD(net.parameters(), lr) for lr in (1e-6, 10.))
-    faults = probe_precision(net, data(), MSE, 'bf16 weights', opt=small).faults
-    assert {f.kind for f in faults} == {'swallowed updates'} and {f.name for f in faults} >= {'0.weight', '2.weight'}
-    assert not any(f.kind == 'swallowed updates' for f in probe_precision(net, data(), MSE, 'bf16 weights', opt=large).faults)
-    assert not any(f.kind == 'swallowed updates' for f in probe_precision(net, data(), MSE, 'bf16', opt=small).faults)
+    found, = probe_precision(net, data(), MSE, 'bf16 weights', opt=small).findings
+    assert found.kind == 'swallowed updates' and found.still > .9 and found.others == 3 and 'and 3 more' in str(found)
+    def kinds(scheme, opt): return {f.kind for f in probe_precision(net, data(), MSE, scheme, opt=opt).findings}
+    assert 'swallowed updates' not in kinds('bf16 weights', large) | kinds('bf16', small)
 
 
 def test_a_cast_that_loses_its_values():
@@ -101,7 +102,7 @@ def test_a_cast_that_loses_its_values():
             low = t.to(torch.bfloat16)
             return self.lin(low.float()/1000)
     row = probe_precision(Times(), (torch.arange(984., 1000.)[:, None], torch.zeros(16, 4)), MSE, None).worst
-    assert row.kind == 'lost values' and row.distinct == (16, 5) and row.code == 'low = t.to(torch.bfloat16)'
+    assert row.kind == 'lost values' and row.code == 'low = t.to(torch.bfloat16)'
 
 
 # --- models ---
@@ -152,9 +153,11 @@ def test_models_of_many_kinds_are_compared_to_the_end(make):
     loss_func = (lambda p, y: MSE(p[0], y)) if isinstance(model, nn.LSTM) else MSE
     scheme = None if isinstance(model, LoRA) else 'bf16'
     report = probe_precision(model, data(), loss_func, scheme)
-    assert report.parted is None and not report.faults
-    assert {r.direction for r in report.rows} == {'forward', 'backward', 'weight'}
-    assert {r.name for r in report.rows if r.direction == 'weight'} == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert not report.findings
+    followed = sum(report.lost.values()) == 0
+    assert followed != isinstance(model, nn.LSTM) and (not followed or {r.backward for r in report.rows} == {False, True})
+    if not followed: assert 'were not followed: mkldnn_rnn_layer' in str(report)
+    else: assert set(report.gradients) == {n for n, p in model.named_parameters() if p.requires_grad}
 
 
 def test_a_batch_may_be_a_mapping_and_losses_a_nest():
@@ -163,13 +166,13 @@ def test_a_batch_may_be_a_mapping_and_losses_a_nest():
         def forward(self, x, mask): return dict(out=self.lin(x)*mask)
     x, y = data()
     report = probe_precision(Named(), (dict(x=x, mask=torch.ones(16, 1)), y), lambda p, y: [MSE(p['out'], y), p['out'].abs().mean()])
-    assert report.parted is None and not report.faults
+    assert not report.findings
 
 
 def test_a_compiled_model_is_looked_at_as_it_was_written():
     net = mlp(8, 16, 4)
     plain, compiled = (probe_precision(m, data(), MSE) for m in (net, torch.compile(net)))
-    assert [(r.op, r.name, r.error) for r in plain.rows] == [(r.op, r.name, r.error) for r in compiled.rows]
+    assert [(r.op, r.error) for r in plain.rows] == [(r.op, r.error) for r in compiled.rows]
 
 
 def test_two_players_and_two_optimizers():
@@ -178,7 +181,7 @@ def test_two_players_and_two_optimizers():
         def __init__(self): super().__init__(); self.players = game
         def forward(self, z): return game['d'](game['g'](z))
     report = probe_precision(Play(), (data()[0], torch.ones(16, 1)), F.binary_cross_entropy_with_logits)
-    assert not report.faults and report.parted is None
+    assert not report.findings
 
 
 # --- promises ---
@@ -193,27 +196,6 @@ def test_nothing_of_the_users_changes():
     probe_precision(net, data(), MSE, 'bf16 weights', opt=opt)
     assert all(torch.equal(a, b) for a, b in zip(before, bits())) and torch.equal(random, torch.get_rng_state())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
-
-
-def test_the_model_runs_twice_and_no_more():
-    runs = []
-    class Counted(nn.Module):
-        def __init__(self): super().__init__(); self.net = mlp(8, 4)
-        def forward(self, x):
-            runs.append(1)
-            return self.net(x)
-    probe_precision(Counted(), data(), MSE)
-    assert len(runs) == 2
-
-
-def test_runs_that_part_are_told():
-    class Branch(nn.Module):
-        def __init__(self): super().__init__(); self.lin = mlp(8, 4)
-        def forward(self, x):
-            h = self.lin(x)
-            return h.exp() if h.dtype == torch.bfloat16 else h.sin()
-    report = probe_precision(Branch(), data(), MSE, 'bf16')
-    assert report.parted == 1 and [r.op for r in report.rows] == ['linear'] and 'before call 1' in str(report)
 
 
 def test_an_error_in_the_model_leaves_no_hooks_and_is_the_users():
@@ -238,13 +220,18 @@ def test_a_sample_is_near_the_whole():
     assert all(a.error == pytest.approx(b.error, rel=.3, abs=1e-3) for a, b in zip(few, all_))
 
 
+def error(ref, low): return measure_error(low.double().numpy(), ref.double().numpy(), torch.bfloat16).error
+
+
 def test_the_measure():
     ref = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) + 700
-    assert relative_error(ref, ref) == 0 and relative_error(ref, quantize(ref, 'bf16')) == pytest.approx(1., abs=.3)
-    assert relative_error(torch.ones(4), torch.full((4,), 1.5)) == .5            # a constant: over its size
-    assert relative_error(ref, torch.full_like(ref, math.inf)) == math.inf
+    assert error(ref, ref) == 0 and error(ref, quantize(ref, 'bf16')) == pytest.approx(1., abs=.3)
+    assert error(torch.ones(4), torch.full((4,), 1.5)) == .5            # a constant: over its size
+    assert error(torch.zeros(4), torch.full((4,), 1e-3)) == 1           # zero: over what is there
+    assert error(ref, torch.full_like(ref, math.inf)) == math.inf
     masked = torch.tensor([1., 2., -math.inf])
-    assert relative_error(masked, masked) == 0
+    assert error(masked, masked) == 0
+    assert error(torch.tensor([1., 3., -1e9]), torch.tensor([1., 2., -math.inf])) == pytest.approx(.5**.5)
 
 
 # --- faults of the tool itself ---
@@ -265,7 +252,7 @@ class Scores(nn.Module):
 @pytest.mark.parametrize('scheme', ['fp16', 'fp16 weights', 'bf16'])
 def test_a_mask_is_not_an_overflow(mask, scheme):
     report = probe_precision(Scores(mask), data(), MSE, scheme)
-    assert not report.faults and report.parted is None
+    assert not report.findings
 
 
 def test_an_op_that_enlarges_an_error_is_not_told_to_use_more_bits():
@@ -279,7 +266,7 @@ def test_an_op_that_enlarges_an_error_is_not_told_to_use_more_bits():
 def test_a_gradient_that_is_zero_is_not_the_largest_error():
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     report = probe_precision(net, data(), MSE)
-    assert 'weight, linear in 0.bias' not in str(report) and any(r.noise for r in report.rows)
+    assert not report.findings and report.gradients['0.bias'] == 0
 
 
 def test_single_numbers_are_compared():
@@ -287,7 +274,7 @@ def test_single_numbers_are_compared():
         def __init__(self): super().__init__(); self.lin = mlp(8, 4)
         def forward(self, x): return self.lin(x).square().bfloat16().sum()[None]
     report = probe_precision(Total(), (data()[0], torch.zeros(1)), MSE, None)
-    assert [r.error > 1e-4 for r in report.rows if r.op == 'sum' and r.direction == 'forward'] == [True]
+    assert [r.error > 1e-4 for r in report.rows if r.op == 'sum' and not r.backward] == [True]
 
 
 def test_the_batch_is_not_touched_and_may_be_used_again():
@@ -296,7 +283,7 @@ def test_the_batch_is_not_touched_and_may_be_used_again():
         def __init__(self): super().__init__(); torch.manual_seed(0); self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
         def forward(self, x): return self.b(self.a(x).relu() + x.contiguous().float())
     batch = data()
-    for net in (Again(), mlp(8, 4)): assert probe_precision(net, batch, MSE).parted is None
+    for net in (Again(), mlp(8, 4)): assert not probe_precision(net, batch, MSE).findings
     assert not vars(batch[0])
 
 
@@ -311,11 +298,6 @@ def test_a_single_number_that_overflows_is_named():
     assert row.kind == 'overflow' and 'total' in row.code
 
 
-def test_large_negative_numbers_count_unless_both_are_a_mask():
-    ref = torch.tensor([-1e9, 2., 3.])
-    assert relative_error(ref, torch.tensor([0., 2., 3.])) > .5 and relative_error(ref, torch.tensor([-math.inf, 2., 3.])) == 0
-
-
 def test_a_collection_gets_the_errors_of_the_probe():
     net, batch = mlp(8, 16, 4), data()
     with TensorCollector(net, 2, ('activation', 'weight_grad'), stats='norm') as c:
@@ -324,10 +306,10 @@ def test_a_collection_gets_the_errors_of_the_probe():
             MSE(net(batch[0]), batch[1]).backward()
             c.step()
     report = probe_precision(net, batch, MSE, 'bf16')
-    want = {(r.name, r.direction): r.error for r in report.rows}
     errors = {(r['name'], r['kind']): r['error'] for r in c.records}
     assert {r['step'] for r in c.records} == {0}
-    assert errors['2', 'activation'] == want['2', 'forward'] > 0 and errors['0.weight', 'weight_grad'] == want['0.weight', 'weight'] > 0
+    assert errors['2', 'activation'] == [r.error for r in report.rows if r.module == '2' and not r.backward][-1] > 0
+    assert errors['0.weight', 'weight_grad'] == report.gradients['0.weight'] > 0
     with pytest.raises(ValueError, match='scale for each layer'): note_errors(TensorCollector(net, 1, scaler=LayerwiseScaler(net)), batch, MSE)
 
 
@@ -341,7 +323,7 @@ def test_nan_in_fp32_is_told_first_unless_it_is_masked_away():
     net = Offset()
     net.down.weight.data[0] = math.nan
     said = str(probe_precision(net, data(), MSE, 'bf16 weights'))
-    assert said.startswith('NaN in FP32, too. The first, forward: linear in down, at test_probe.py') and 'earlier step' in said
+    assert said.startswith('NaN in FP32, too. The first: ') and 'earlier step' in said
 
 
 @pytest.mark.parametrize('size', [1e-8, 1e6])
@@ -350,9 +332,9 @@ def test_a_loss_scale_is_advised_for_gradients_alone(size):
         def __init__(self): super().__init__(); self.lin = mlp(8, 4)
         def forward(self, x): return (self.lin(x).half()*size).float()/size
     row = probe_precision(Sized(), data(), MSE, None).worst
-    assert (row.kind, row.direction) == ('overflow' if size > 1 else 'underflow', 'forward') and row.advice.startswith('compute this op in FP32') and 'scale' not in row.advice
+    assert (row.kind, row.backward) == ('overflow' if size > 1 else 'underflow', False) and row.advice.startswith('compute this op in FP32') and 'scale' not in row.advice
     report = probe_precision(mlp(8, 16, 4), data(), MSE, 'fp16', scale=2.**30 if size > 1 else 2.**-20)
-    assert report.worst.kind == row.kind and report.worst.direction == 'backward' and f'First try: use a {"smaller" if size > 1 else "larger"} loss scale' in str(report)
+    assert report.worst.kind == row.kind and report.worst.backward and f'First try: use a {"smaller" if size > 1 else "larger"} loss scale' in str(report)
 
 
 def test_the_cast_of_the_inputs_is_compared():
@@ -361,13 +343,11 @@ def test_the_cast_of_the_inputs_is_compared():
         def forward(self, x, t): return self.lin(torch.cat([x, ((t.float() - 1.7e9)/86400).to(x.dtype)], 1))
     x, y = data()
     t = 1.7e9 + 8640*torch.arange(16.)[:, None]
-    for batch, name in ((dict(x=x, t=t), 't'), ((x, t), '1')):
-        report = probe_precision(Clock(), (batch, y), MSE, 'bf16 weights')
-        assert [r.op for r in report.rows].index('cat') > 1 and report.rows[0].error < .01
-        row = report.worst
-        assert (row.op, row.name, row.kind, row.direction, row.distinct) == ('input', name, 'lost values', 'forward', (16, 1)) and 'before the cast' in str(report)
-        assert not any(r.op == 'input' for r in probe_precision(Clock(), (batch, y), MSE, 'bf16').rows)
-    assert not probe_precision(mlp(8, 16, 4), data(), MSE, 'bf16 weights').faults
+    for batch in (dict(x=x, t=t), (x, t)):
+        found = probe_precision(Clock(), (batch, y), MSE, 'bf16 weights').worst
+        assert (found.kind, found.op, found.module, found.backward) == ('lost values', '_to_copy', 'the inputs of the batch', False)
+        assert not probe_precision(Clock(), (batch, y), MSE, 'bf16').findings
+    assert not probe_precision(mlp(8, 16, 4), data(), MSE, 'bf16 weights').findings
 
 
 def test_what_a_cancellation_takes_is_traced_to_its_line():
@@ -383,7 +363,7 @@ def test_what_a_cancellation_takes_is_traced_to_its_line():
     report = probe_precision(Gap(), (x, y[1:]), MSE, 'bf16 weights')
     row = report.worst
     assert (row.kind, row.code) == ('cancellation', 'steps = seen[1:] - seen[:-1]')
-    assert str(report).splitlines()[2].startswith('What it takes was computed by cumsum, at test_probe.py:') and row.source.code == 'total = h.cumsum(0)'
+    assert 'What it takes was made by cumsum, at test_sanitizer.py:' in str(report) and row.source[0] == 'cumsum'
 
 
 def test_a_buffer_in_half_that_does_not_move_is_told():
@@ -395,14 +375,14 @@ def test_a_buffer_in_half_that_does_not_move_is_told():
             hidden[:2] = True                                       # no float is written
             return self.lin((x - self.mean).masked_fill(hidden, 0))
     row = probe_precision(Running(.001), data(), MSE, 'bf16 weights').worst
-    assert (row.kind, row.op, row.still) == ('a state that stands still', 'lerp_', 1.)
-    for rate, scheme in ((.1, 'bf16 weights'), (.001, 'bf16'), (.001, None)): assert not probe_precision(Running(rate), data(), MSE, scheme).faults
+    assert (row.kind, row.op, row.still, row.name) == ('stands still', 'lerp_', 1., 'mean')
+    for rate, scheme in ((.1, 'bf16 weights'), (.001, 'bf16'), (.001, None)): assert not probe_precision(Running(rate), data(), MSE, scheme).findings
 
 
 # --- nets that differentiate inside, checkpoint, or call their methods as we do ---
 
 class Inside(nn.Module):
-    "What is trained: a function and its derivative, by the input or by a weight"
+    "What is trained: a function and its derivative"
     def __init__(self, kind):
         super().__init__()
         self.kind, self.f = kind, nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
@@ -412,16 +392,15 @@ class Inside(nn.Module):
         u = self.f(x)
         if self.kind == 'looked at': torch.autograd.grad(u.sum(), x, create_graph=True)
         if self.kind == 'penalty': return u + torch.autograd.grad(u.sum(), x, create_graph=True)[0].square().sum(1, keepdim=True)
-        if self.kind == 'weight': return u + torch.autograd.grad(u.sum(), self.f[0].weight, create_graph=True)[0].square().sum()
         return u
 
 
-@pytest.mark.parametrize('kind', ['plain', 'looked at', 'penalty', 'weight'])
+@pytest.mark.parametrize('kind', ['plain', 'looked at', 'penalty'])
 def test_the_same_arithmetic_twice_shows_no_error(kind):
     torch.manual_seed(0)
-    report = probe_precision(Inside(kind), (torch.randn(64, 16), torch.zeros(64, 1)), F.mse_loss, None)
-    assert not report.faults and max(r.error for r in report.rows) < .01
-    assert sum(r.direction == 'backward' for r in report.rows) >= 3
+    report = probe_precision(Inside(kind), (torch.randn(64, 16), torch.zeros(64, 1)), F.mse_loss, 'bf16')
+    assert not report.findings and max(r.error for r in report.rows) < .05
+    assert sum(r.backward for r in report.rows) >= 3
 
 
 class Block(nn.Module):
@@ -439,8 +418,8 @@ def test_activation_checkpointing_of_either_kind_changes_nothing():
     def rows(reentrant):
         torch.manual_seed(0)
         report = probe_precision(Block(reentrant), (torch.randn(64, 16, requires_grad=True), torch.randn(64, 4)), F.mse_loss, 'fp16')
-        return [(r.direction, r.op, r.name, r.kind) for r in report.rows]
-    assert rows(None) == rows(False) == rows(True)
+        return [(f.kind, f.op) for f in report.findings], len(report.rows) > 40
+    assert rows(None) == rows(False) == rows(True) == ([], True)
 
 
 @pytest.mark.parametrize('name', ['head', 'predict', 'cast', 'map_floats'])
