@@ -23,7 +23,7 @@ from .scaler import LossScaler, StaticScaler
 from .step import decision_group, StepController, guarded_step, hooked_weights
 from .step import validate_log_of_half
 from .step import validate_unmoved, validate_optimizer, validate_trainable, validate_scheme
-from .tensorcore import half_compute, validate_compute
+from .tensorcore import half_compute, OpMode, validate_compute
 
 # %% ../nbs/12_callback.ipynb #4792319e
 #| code-fold: true
@@ -82,12 +82,17 @@ class TorchModes:
 
     def restore(self):
         "Close what is open still, even if Ctrl-C came as it was entered or left"
-        while len(_get_current_dispatch_mode_stack()) > self.modes: _pop_mode() # `fp32_accumulate`
+        while self.left_open(): _pop_mode()
         torch.set_grad_enabled(self.recording)
         torch.set_autocast_enabled(self.kind, self.enabled)
         torch.set_autocast_dtype(self.kind, self.dtype)
         while autocast_depth() > self.depth: torch.autocast_decrement_nesting()
         if not self.depth: torch.clear_autocast_cache()
+
+    def left_open(self)->bool:
+        "Is a mode of ours on top, such as `fp32_accumulate`? A sanitizer's closes itself"
+        modes = _get_current_dispatch_mode_stack()
+        return len(modes) > self.modes and isinstance(modes[-1], OpMode)
 
 def run_in(
     context, # makes a context manager, by contextlib's `contextmanager`

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Finding', 'Report', 'sanitize', 'skipping', 'probe_precision', 'step_unscaled', 'note_errors']
 
-# %% ../nbs/18_sanitizer.ipynb #aebbec4e
+# %% ../nbs/18_sanitizer.ipynb #c74e5f21
 import copy, linecache, math, sys, weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -24,7 +24,8 @@ from torch import nn, Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
+from torch.utils._python_dispatch import (
+    _disable_current_modes, _pop_mode, _push_mode, TorchDispatchMode)
 from torch.utils._pytree import tree_leaves
 
 from .dynamic import validate_steps
@@ -297,7 +298,7 @@ def unmasked(low, ref):
     kept = np.isfinite(ref) & (abs(ref) < 1e30) & ~masked
     return low[kept], ref[kept], at_mask
 
-# %% ../nbs/18_sanitizer.ipynb #508be3c2
+# %% ../nbs/18_sanitizer.ipynb #eb09a017
 @dataclass(slots=True)
 class Row:
     "What became of one result of one op"
@@ -320,7 +321,7 @@ class Row:
     source:'Row|None'=None # where the error of its arguments began
     tensor:str='' # name of the weight, buffer or state that was written
     slot:int=0 # storage that was written in place
-    taken:int=0 # storage of the first argument of an add or a factor
+    taken:int=0 # storage of the first argument of an add, a factor or a cast
 
 # %% ../nbs/18_sanitizer.ipynb #8587dc88
 TORCH = str(Path(torch.__file__).parent)
@@ -347,7 +348,7 @@ def shown(
 
 def code_at(place): return linecache.getline(*place).strip()
 
-# %% ../nbs/18_sanitizer.ipynb #9a1d2ab4
+# %% ../nbs/18_sanitizer.ipynb #f61b2139
 class Places:
     "Knows the user's line, the module and the names of tensors"
     def __init__(self):
@@ -362,6 +363,7 @@ class Places:
 
     def enter(self, module, args):
         "Before a module's forward"
+        if torch.compiler.is_compiling(): return
         if not self.running:
             self.on_root()
             if module not in self.names:
@@ -373,7 +375,7 @@ class Places:
 
     def leave(self, module, args, out):
         "After it, also after an exception"
-        if self.running: self.running.pop()
+        if not torch.compiler.is_compiling() and self.running: self.running.pop()
 
     def name_tensors(self, module):
         "Weights and buffers, by storage"
@@ -544,7 +546,7 @@ def compare(self:Sanitizer, call:Call, twin:tuple, out, where:tuple):
         if is_float(t) and all(t is not o for o in outs):
             self.result(call, -1, t, self.shadows.of(t), where, taken)
 
-# %% ../nbs/18_sanitizer.ipynb #d83c4615
+# %% ../nbs/18_sanitizer.ipynb #052e1979
 @patch
 def result(self:Sanitizer, call:Call, number:int, t:Tensor, ref:Tensor, where:tuple, taken:set):
     "The shadow of a result, and its row"
@@ -552,14 +554,14 @@ def result(self:Sanitizer, call:Call, number:int, t:Tensor, ref:Tensor, where:tu
     if not written: self.shadows.make(t, ref, taken)
     shadow = self.shadows.find(t)
     place, module, backward = where
-    if self.passes_over(call.name, where):
+    if self.passes_over(call, where):
         shadow.error = call.carried
         if call.worst is not None: shadow.source, shadow.row = call.worst.source, call.worst.row
         return
     row = Row(call.name, place, module, backward, t.numel(), t.dtype, call.carried)
     if call.worst is not None: row.source = call.worst.source
     if written: row.slot = t.untyped_storage()._cdata
-    elif call.name in ADDS | SCALES and is_float(call.args[0]):
+    elif call.name in ADDS | SCALES | {'_to_copy'} and is_float(call.args[0]):
         row.taken = call.args[0].untyped_storage()._cdata
     m = self.measured(call, number, t)
     if call.name in MOVES and not m.bad: m.error = min(m.error, call.carried)   # of another unit
@@ -571,9 +573,11 @@ def result(self:Sanitizer, call:Call, number:int, t:Tensor, ref:Tensor, where:tu
     self.rows.append(row)
 
 @patch
-def passes_over(self:Sanitizer, name:str, where:tuple)->bool:
-    "Is there no row: a module that nobody asked for, or a late turn of a loop?"
+def passes_over(self:Sanitizer, call:Call, where:tuple)->bool:
+    "Is there no row: a module that nobody asked for, a buffer of FSDP, a late turn of a loop?"
     place, module, backward = where
+    name = call.name
+    if call.func is not None and call.func.namespace == 'fsdp': return True     # not filled yet
     if not any(fnmatchcase(module, p) for p in self.modules): return True
     self.turns[where, name] += 1
     return self.turns[where, name] > 64 and self.turns[where, name] % 16 > 0
@@ -652,7 +656,7 @@ def cast(self:Sanitizer, func:Callable, x, *args, **kwargs):
         self.result(call, 0, out, self.shadows.of(x).clone(), where, ())
     return out
 
-# %% ../nbs/18_sanitizer.ipynb #4f148d20
+# %% ../nbs/18_sanitizer.ipynb #02791a1c
 LIMITS = dict(          # from which on a fault is named
     error=.2,           # over the standard deviation, of a result
     gradient=1.,        # of a gradient, and of what an optimizer writes
@@ -676,12 +680,13 @@ def judge(self:Sanitizer, row:Row, call:Call, number:int, t:Tensor, m:Measure):
     if m.bad and math.isfinite(call.carried): row.kind = self.broken(call, t, m)
     elif m.bad: return
     elif lost and (grew or m.error > 1.5*call.carried): row.kind = 'underflow'
+    elif row.slot in self.states and call.name not in GIVES: return     # judged at the step's end
     elif grew and m.error > limit: row.kind = self.kind(row, call, number, t, m)
     elif m.error and call.name in CASTS and not call.floats: row.hint = 'lost values'
     elif grew and m.error > LIMITS['error']/8 and not row.backward:
         row.hint = self.kind(row, call, number, t, m)
 
-# %% ../nbs/18_sanitizer.ipynb #225a5eb3
+# %% ../nbs/18_sanitizer.ipynb #fd7a5582
 @patch
 def broken(self:Sanitizer, call:Call, t:Tensor, m:Measure)->str:
     "The kind where few-bit values are infinite or NaN, and the shadow is not"
@@ -700,8 +705,8 @@ def kind(self:Sanitizer, row:Row, call:Call, number:int, t:Tensor, m:Measure)->s
     maker = call.worst.row if call.worst is not None else None
     if made == '_to_copy' and maker is not None: made = maker.op
     product = any(part in made for part in PRODUCTS)
+    if m.spacings < LIMITS['spacings'] and call.floats: return 'a large offset'
     if call.name in CASTS and not product and self.few_left(t): return 'lost values'
-    if m.spacings < LIMITS['spacings']: return 'a large offset'
     if product: return 'a product in few bits'
     if call.name in SUMS: return 'a sum that swamps'
     return 'rounding'
@@ -844,7 +849,7 @@ def finding_of(
         f.source = cause.op, cause.place
     return f
 
-# %% ../nbs/18_sanitizer.ipynb #112b43fc
+# %% ../nbs/18_sanitizer.ipynb #93b64330
 def find_faults(
     rows:list, # of one step
 )->list: # of Finding, in the order of computing
@@ -873,7 +878,7 @@ def fault_of_turns(
     if start.changed: return tie(turns)
     still = sum(r.still for _, r in turns)/len(turns)
     loop = len(turns) >= LIMITS['turns']
-    if worst.taken and worst.tensor and worst.still > LIMITS['still']:
+    if worst.op != '_to_copy' and worst.taken and worst.tensor and worst.still > LIMITS['still']:
         return finding_of(worst, 'stands still', first, worst.still)
     if loop and still > LIMITS['standing'] and worst.error > LIMITS['error']/2:
         return finding_of(worst, 'stands still', first, still)
@@ -888,7 +893,7 @@ def tie(turns):
     i, r = max(turns, key=lambda turn: turn[1].changed)
     if r.changed > LIMITS['ties'] and r.entries >= 20: return finding_of(r, 'near ties', i)
 
-# %% ../nbs/18_sanitizer.ipynb #a0eef61c
+# %% ../nbs/18_sanitizer.ipynb #1f82a477
 def moved_share(
     state:tuple, # (storage, dtype, sample before, sample of the shadow before)
     shadow:Shadow, # of the same storage
@@ -897,7 +902,7 @@ def moved_share(
     "How much of a state stands still"
     ref, dtype, low, high = state
     storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-    if storage is None: return 0, 0.
+    if storage is None or storage.nbytes() != shadow.values.numel()*dtype.itemsize: return 0, 0.
     now = torch.empty(0, dtype=dtype, device=storage.device)
     now.set_(storage, 0, (storage.nbytes()//dtype.itemsize,), (1,))
     should = numbers(shadow.values, most) != high
@@ -927,7 +932,7 @@ def find_states(self:Sanitizer, weights:set, gradients:set)->list:
         found.append(f)
     return found
 
-# %% ../nbs/18_sanitizer.ipynb #0f13e8d9
+# %% ../nbs/18_sanitizer.ipynb #0c6f3a7a
 @patch
 def finish(self:Sanitizer, optimizers:list)->list:
     "The findings of a step"
@@ -942,7 +947,9 @@ def finish(self:Sanitizer, optimizers:list)->list:
             for n, t in state.items():
                 if isinstance(t, Tensor): places.tensors[t.untyped_storage()._cdata] = f'{n} of {of}'
     replaced = places.replaced()
-    for r in self.rows: r.tensor = places.tensors.get(r.slot, '') or replaced.get(r.taken, '')
+    for r in self.rows:
+        r.tensor = places.tensors.get(r.slot, '') or replaced.get(r.taken, '')
+        if r.op == '_to_copy' and r.taken: r.tensor = places.tensors.get(r.taken, '')
     gradients = {p.grad.untyped_storage()._cdata for p in weights if p.grad is not None}
     kinds = {p.untyped_storage()._cdata for p in weights}
     self.gradients = {}
@@ -966,7 +973,7 @@ def replaced(self:Places)->dict:
         for n, t in model.named_buffers(): now[n] = t.untyped_storage()._cdata
     return {key: n for n, key in self.buffers.items() if now.get(n, key) != key}
 
-# %% ../nbs/18_sanitizer.ipynb #7f427e6a
+# %% ../nbs/18_sanitizer.ipynb #c37de93a
 class Session:
     "Switches a sanitizer on and off, step by step, and fills a report"
     def __init__(self,
@@ -983,27 +990,36 @@ class Session:
         sanitizer.places.on_root = self.enter
         self.hook = register_optimizer_step_post_hook(self.after_step)
 
+    def place(self)->int|None:
+        "Where in the stack of modes the sanitizer is; None while somebody has disabled all"
+        for i in range(torch._C._len_torch_dispatch_stack()):
+            if torch._C._get_dispatch_stack_at(i) is self.sanitizer: return i
+
     def enter(self):
-        "Switch on, unless the mode of somebody else is open, which would close before"
-        if self.on or not self.wanted(self.step): return
-        if torch._C._len_torch_dispatch_stack() != self.depth: return
+        "Switch on, below the modes that are open, which close before; or off, where that had to wait"
+        if not self.wanted(self.step):
+            if self.on: self.leave()
+            return
         self.sanitizer.idle = False
-        self.sanitizer.__enter__()
+        if self.on: return
+        with below(self.depth): self.sanitizer.__enter__()
+        torch.compiler.set_stance('force_eager')
         self.on = True
 
     def leave(self):
         "Switch off"
-        if not self.on: return
         self.sanitizer.idle = True
-        if torch._C._len_torch_dispatch_stack() != self.depth + 1: return   # not on top
-        self.sanitizer.__exit__(None, None, None)
+        if not self.on or self.place() is None: return
+        with below(self.place() + 1): self.sanitizer.__exit__(None, None, None)
+        torch.compiler.set_stance('default')
         self.on = False
 
     def after_step(self, opt, args=(), kwargs=None):
         "A hook after an optimizer's step"
         if self.first is None: self.first = weakref.ref(opt)
         self.stepped = True
-        if self.first() is opt: self.next_step([opt])
+        known = isinstance(opt, torch.optim.Optimizer)      # fastai's have no groups
+        if self.first() is opt: self.next_step([opt] if known else ())
 
     def next_step(self, optimizers:list=()):
         "End a step, and begin the next"
@@ -1021,6 +1037,15 @@ class Session:
         self.leave()
         self.hook.remove()
         for h in self.sanitizer.places.hooks: h.remove()
+
+@contextmanager
+def below(depth):
+    "Without the dispatch modes above this depth, which come back in their order"
+    above = []
+    while torch._C._len_torch_dispatch_stack() > depth: above.append(_pop_mode())
+    try: yield
+    finally:
+        for mode in reversed(above): _push_mode(mode)
 
 @contextmanager
 def alone_inside(sanitizer):

@@ -102,6 +102,8 @@ def test_a_cast_that_loses_its_values():
             low = t.to(torch.bfloat16)
             return self.lin(low.float()/1000)
     row = probe_precision(Times(), (torch.arange(984., 1000.)[:, None], torch.zeros(16, 4)), MSE, None).worst
+    assert row.kind == 'a large offset' and row.code == 'low = t.to(torch.bfloat16)'
+    row = probe_precision(Times(), (torch.arange(984, 1000)[:, None], torch.zeros(16, 4)), MSE, None).worst
     assert row.kind == 'lost values' and row.code == 'low = t.to(torch.bfloat16)'
 
 
@@ -345,7 +347,7 @@ def test_the_cast_of_the_inputs_is_compared():
     t = 1.7e9 + 8640*torch.arange(16.)[:, None]
     for batch in (dict(x=x, t=t), (x, t)):
         found = probe_precision(Clock(), (batch, y), MSE, 'bf16 weights').worst
-        assert (found.kind, found.op, found.module, found.backward) == ('lost values', '_to_copy', 'the inputs of the batch', False)
+        assert (found.kind, found.op, found.module, found.backward) == ('a large offset', '_to_copy', 'the inputs of the batch', False)
         assert not probe_precision(Clock(), (batch, y), MSE, 'bf16').findings
     assert not probe_precision(mlp(8, 16, 4), data(), MSE, 'bf16 weights').findings
 
