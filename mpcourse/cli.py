@@ -35,7 +35,11 @@ def print_json(
     "Print one JSON object; JSON has no infinity, so that 'inf' and 'nan' are strings"
     print(json_text(x))
 
-def json_text(x): return json.dumps(plain(x), indent=1, default=str)
+def json_text(
+    x, # as for `print_json`
+)->str:
+    "One JSON object"
+    return json.dumps(plain(x), indent=1, default=str)
 
 def plain(
     x, # as for `print_json`
@@ -395,24 +399,30 @@ def watch_command(
         watched = watch_script(script, args, steps, names_in(modules))
     except (ValueError, argparse.ArgumentTypeError) as e: raise RequestError(str(e)) from e
     rank = os.environ.get('RANK', '0')
-    if json: write_json(watched.to_dict(), json if rank == '0' else f'{json}.{rank}')
+    if json and rank != '0': json += f'.{rank}'
+    if json: write_json(watched.to_dict(), json)
     if html: write_page(html, watched.report.html)
     if rank == '0': print(f'\n{watched}', file=sys.stderr)
     if watched.error: return 1
     if 'TORCHELASTIC_RUN_ID' in os.environ: return 0        # torchrun takes 3 for a crash
     return FINDINGS*watched.found
 
-def write_json(x, path):
+def write_json(
+    x, # as for `print_json`
+    path:str, # of a file
+):
     "Write one JSON object into a file"
     try: Path(path).write_text(json_text(x) + '\n', encoding='utf-8')
-    except OSError as e: raise RequestError(f'{path} cannot be written ({e.strerror}): name another file.') from e
+    except OSError as e:
+        why = f'{path} cannot be written ({e.strerror}): name another file.'
+        raise RequestError(why) from e
 
 def scan_command(
     file:str, # a checkpoint of torch.save or safetensors
     rate:float=1e-5, # of a step, for the share of weights that BF16 would not move
     json:bool=False, # print one JSON object, and nothing else
 ):
-    "Read a checkpoint, and say what FP16 would make infinite or zero, and which weights BF16 would not move"
+    "Read a checkpoint: what would FP16 make infinite or zero, which weights would not move?"
     from mpcourse.watch import scan_checkpoint
     try: found = scan_checkpoint(file, rate)
     except ValueError as e: raise RequestError(str(e)) from e

@@ -191,7 +191,7 @@ def make(seed):
     return Training(Offset(), lambda ps: torch.optim.SGD(ps, .1), F.mse_loss, lambda: iter([(torch.randn(32, 4), torch.randn(32, 4))]))
 """)
     code, out, _ = out_of(capsys, 'probe', f'{tmp_path}/s.py:make', '--json')
-    fault = json.loads(out)['bf16'][0]
+    fault = json.loads(out)['bf16']['findings'][0]
     assert code == 3 and fault['line'] == 7 and fault['code'].endswith('- 1e4') and fault['first_try'] and isinstance(fault['error'], float | str)
 
 

@@ -1,5 +1,6 @@
 "Where precision is lost: the cases beyond the chapter's"
-import math
+import json, math
+from contextlib import nullcontext
 from functools import partial
 
 import pytest, torch, torch.nn.functional as F
@@ -7,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcourse.emulate import emulate_format
+from mpcourse.formats import same_bits
 from mpcourse.fp8 import RECIPES
 from mpcourse.layerwise import LayerwiseScaler
 from mpcourse.monitor import TensorCollector
@@ -463,3 +465,116 @@ def test_a_recipe_rounds_a_product_however_it_is_written_or_refuses(product):
 def test_a_tensor_is_no_batch():
     for batch in (torch.randn(2, 8), (torch.randn(2, 8),), None):
         with pytest.raises(TypeError, match=r'A batch is a pair \(inputs, targets\)'): probe_precision(nn.Linear(8, 4), batch, F.mse_loss)
+
+
+# --- around any code ---
+
+class Wide(nn.Module):
+    "BatchNorm, dropout, attention and a buffer that moves"
+    def __init__(self):
+        super().__init__()
+        self.inp, self.norm, self.drop = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(.2)
+        self.att, self.out = nn.MultiheadAttention(16, 2, dropout=.1, batch_first=True), nn.Linear(16, 4)
+        self.register_buffer('mean', torch.zeros(16))
+
+    def forward(self, x):
+        h = self.drop(self.norm(self.inp(x)).relu())
+        with torch.no_grad(): self.mean.lerp_(h.mean(0).to(self.mean.dtype), .1)
+        return self.out(self.att(h[:, None], h[:, None], h[:, None])[0][:, 0] + h - self.mean)
+
+
+@pytest.mark.parametrize('weights, half', [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, None)])
+def test_a_watched_step_is_the_same_bit_for_bit(weights, half):
+    "Weights, buffers, optimizer state and random numbers"
+    def train(watched):
+        torch.manual_seed(0)
+        net, (x, y) = Wide().to(weights), data()
+        opt = torch.optim.AdamW(net.parameters(), 1e-2)
+        report = sanitize(steps=[1, 3]) if watched else nullcontext()
+        with report as report:
+            for _ in range(4):
+                with torch.autocast('cpu', half or torch.bfloat16, enabled=half is not None): pred = net(x.to(weights))
+                opt.zero_grad()
+                MSE(pred.float(), y).backward()
+                opt.step()
+        return report, [*net.state_dict().values(), *(t for s in opt.state.values() for t in s.values()), torch.get_rng_state()]
+    (_, plain), (report, watched) = train(False), train(True)
+    assert all(same_bits(a, b) for a, b in zip(plain, watched)) and report.steps == [1, 3] and report.rows
+
+
+def test_steps_that_a_scaler_skips_are_steps():
+    net, (x, y) = mlp(8, 16, 4), data()
+    opt, scaler = torch.optim.SGD(net.parameters(), .1), torch.amp.GradScaler('cpu', 2.**40)
+    with sanitize(every=3) as report:
+        for _ in range(4):
+            with torch.autocast('cpu', torch.float16): pred = net(x)
+            opt.zero_grad()
+            scaler.scale(MSE(pred.float(), y)).backward()
+            scaler.step(opt)
+            scaler.update()
+    assert report.steps == [1, 4] and report.worst.kind == 'overflow' and report.worst.steps == [1, 4]
+
+
+def test_only_the_modules_that_are_asked_for_get_rows():
+    net, (x, y) = mlp(8, 16, 4), data()
+    with sanitize(modules='2') as report, torch.autocast('cpu', torch.bfloat16): net(x)
+    assert {r.module for r in report.rows} == {'2'} and report.rows[-1].error > 0
+
+
+def test_an_exception_leaves_nothing_behind():
+    with pytest.raises(KeyError), sanitize(): raise KeyError
+    assert not torch._C._len_torch_dispatch_stack() and not nn.modules.module._global_forward_hooks
+    for bad in (0, -1, 1.5):
+        with pytest.raises(ValueError, match='every'): sanitize(every=bad).__enter__()
+
+
+def test_what_it_says_is_json():
+    "A finding's fields, as the table of chapter 84 lists them"
+    found = json.loads(json.dumps(probe_precision(Offset(), data(), MSE, 'bf16 weights').to_dict()))
+    assert found['schema'] == 'mpcourse.sanitizer/1' and found['steps'] == [1] and found['not_followed'] == []
+    first = found['findings'][0]
+    assert {'kind', 'file', 'line', 'code', 'module', 'error', 'carried', 'own', 'still', 'flushed', 'name', 'others', 'follows', 'steps', 'first_try', 'chapter'} <= set(first)
+    assert first['code'] == 'high = h + self.offset' and (first['line'], first['chapter']) == (44, '30_offsets')
+    table = probe_precision(Offset(), data(), MSE, 'bf16 weights').table(findings=True)
+    assert table.kind[0] == 'a large offset'
+
+
+def test_choices_that_fp32_would_have_made_differently_are_counted():
+    "A router whose scores share 40"
+    def choose(shared):
+        torch.manual_seed(0)
+        h, w = torch.randn(500, 16), torch.randn(16, 8)/8
+        with sanitize() as report: ((h@w + shared).bfloat16()).argmax(-1)
+        return [f for f in report.findings if f.kind == 'near ties']
+    assert not choose(0.) and choose(40.)[0].error > .05 and 'of the choices differ' in str(choose(40.)[0])
+
+
+def test_a_cast_that_is_emulated_is_followed():
+    "Under a recipe, and under a format of our own; scales come from the first run"
+    x = torch.randn(64, 64)
+    with sanitize() as report: quantize(x, 'e4m3')@x
+    assert [r.op for r in report.rows][0] == 'quantize' and .01 < report.rows[0].error < .1 and report.rows[-1].error > .01
+    with sanitize() as report, emulate_format('e4m3', overflow='saturate'): x@x
+    assert max(r.error for r in report.rows) > .01
+
+
+def test_a_mask_that_overflows_counts_where_a_row_is_lost():
+    lowest = torch.finfo(torch.float16).min
+    def masked(pad):
+        future = torch.full((4, 4), lowest).triu(1)
+        with sanitize() as report: ((future + pad*lowest).half() + torch.zeros(4, 4).half()).softmax(-1)
+        return report.worst
+    assert masked(torch.tensor([1., 1, 0, 0])).kind == 'overflow' and 'mask' in str(masked(torch.tensor([1., 1, 0, 0])))
+    assert masked(torch.tensor([0., 0, 0, 1.])) is None
+
+
+def test_batch_norm_writes_its_averages_once():
+    net = nn.BatchNorm1d(4, momentum=.5)
+    with sanitize(), torch.autocast('cpu', torch.bfloat16): net(torch.ones(8, 4).bfloat16())
+    assert net.running_mean.tolist() == [.5]*4 and net.num_batches_tracked == 1
+
+
+def test_a_tool_is_no_users_line():
+    import mpcourse.step, mpcourse.toys
+    assert is_tool(torch.nn.functional.__file__) and is_tool(mpcourse.step.__file__)
+    assert not is_tool(mpcourse.toys.__file__) and not is_tool(__file__)

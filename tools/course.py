@@ -33,7 +33,7 @@ PARTS = { # number of the first chapter -> heading
     23: 'Part IV · Few bits',
     29: 'Part V · What breaks today',
     33: 'Part VI · Deciding',
-    85: 'Appendix'}
+    84: 'Appendix'}
 
 
 # --- chapters ---
