@@ -351,6 +351,7 @@ def probe_command(
     from mpcourse.sanitizer import probe_precision
     reports = {}
     found = {}
+    code = 0
     try:
         t = training_from(training)(seed)
         batch = next(iter(t.batches()))
@@ -358,11 +359,12 @@ def probe_command(
             report = probe_precision(t.model, batch, t.loss_func, name, parse_number(scale))
             reports[name] = report
             found[name] = report.to_dict()
+            if report.findings: code = FINDINGS
             if not json: print(f'{name}\n{report}\n')
     except ValueError as e: raise RequestError(str(e)) from e
     if json: print_json(found)
     if html: write_page(html, probe_page(reports))
-    return FINDINGS*any(report['findings'] for report in found.values())
+    return code
 
 def probe_page(
     reports:dict, # scheme -> its report
@@ -395,8 +397,7 @@ def watch_command(
     "Run an unchanged training script, and say where it loses precision"
     from mpcourse.watch import watch_script
     try:
-        steps = list(map(positive, names_in(at)))
-        watched = watch_script(script, args, steps, names_in(modules))
+        watched = watch_script(script, args, list(map(positive, names_in(at))), names_in(modules))
     except (ValueError, argparse.ArgumentTypeError) as e: raise RequestError(str(e)) from e
     rank = os.environ.get('RANK', '0')
     if json and rank != '0': json += f'.{rank}'

@@ -699,7 +699,7 @@ def judge(self:Sanitizer, row:Row, call:Call, number:int, t:Tensor, m:Measure):
     elif grew and m.error > LIMITS['error']/8 and not row.backward:
         row.hint = self.kind(row, call, number, t, m)
 
-# %% ../nbs/18_sanitizer.ipynb #6701f17c
+# %% ../nbs/18_sanitizer.ipynb #4386600b
 @patch
 def broken(self:Sanitizer, call:Call, t:Tensor, m:Measure)->str:
     "The kind where few-bit values are infinite or NaN, and the shadow is not"
@@ -733,8 +733,13 @@ def enlarged(self:Sanitizer, row:Row, call:Call, t:Tensor)->str:
         maker = call.worst.row
         if maker is not None and maker.place != row.place: row.source = maker
         return 'cancellation'
-    if row.source is not None and row.source.hint: return row.source.hint
-    return 'an enlarged error'
+    source = row.source
+    if source is None: return 'an enlarged error'
+    if source.hint: return source.hint
+    values = numbers(self.shadows.of(t), self.most)
+    # a bias of equal numbers loses nothing but its last digits, before it is added
+    as_rounded = measure_error(values, values, source.dtype)
+    return 'a large offset' if as_rounded.spacings < LIMITS['spacings'] else 'an enlarged error'
 
 # %% ../nbs/18_sanitizer.ipynb #293eae3a
 @patch
