@@ -119,7 +119,7 @@ INCIDENTS = { # row -> (what to probe, right kinds, a part of the right module's
     'norm weights in BF16': (norms, ('swallowed updates',), 'norm'), 'logits with an offset': (logits, ('a large offset',), 'head'),
     'positions in BF16': (positions, ('lost values',), ''), 'variance in one pass': (variance, ('cancellation', 'a large offset'), '2'),
     'mask of -1e9 in FP16': (mask, ('overflow',), 'attn'), 'scores that have grown': (growing, ('overflow',), 'attn'),
-    'state in BF16': (leaky, ('a state that stands still',), '')}
+    'state in BF16': (leaky, ('stands still',), '')}
 ROWS, SEEDS = list(INCIDENTS), range(10)
 
 
@@ -129,7 +129,8 @@ def run(row, seed):
     net, batch, loss_func, how = make(seed)
     report = probe_precision(net, batch, loss_func, **how)
     kind = report.worst is not None and report.worst.kind in kinds
-    return dict(found=kind and name in report.worst.name, kind=kind, faults=len(report.faults))
+    found = kind and name in report.worst.module + report.worst.name
+    return dict(found=found, kind=kind, faults=len(report.findings))
 
 
 if __name__ == '__main__':
