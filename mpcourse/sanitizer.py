@@ -88,8 +88,16 @@ def op_facts(
     draws = torch.Tag.nondeterministic_seeded in func.tags
     return OpFacts(name, is_view, tuple(writes), draws, is_composite(func), switch)
 
-# %% ../nbs/18_sanitizer.ipynb #c5513567
-def _is_float(t): return isinstance(t, Tensor) and t.is_floating_point()
+# %% ../nbs/18_sanitizer.ipynb #62b4e4d9
+def _is_float(t):
+    "Is it a tensor of floats that lies in memory?"
+    if not isinstance(t, Tensor) or not t.is_floating_point(): return False
+    return t.layout is torch.strided and not t.is_meta
+
+def _key(t):
+    "Where a tensor is stored; None for those without a storage, such as sparse ones"
+    try: return t.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError): return None
 
 def tensors_in(
     tree, # a list or tuple of arguments
@@ -109,7 +117,7 @@ def mapped(
     if isinstance(x, (list, tuple)): return type(x)([mapped(f, y) for y in x])
     return f(x)
 
-# %% ../nbs/18_sanitizer.ipynb #d0ce434c
+# %% ../nbs/18_sanitizer.ipynb #7c7205c8
 def widened(
     x, # an argument of an op
 ):
@@ -127,7 +135,7 @@ class Call:
     ):
         self.func, self.args, self.kwargs = func, args, kwargs
         self.tensors = tensors_in((args, tuple(kwargs.values())), [])
-        self.floats = [t for t in self.tensors if t.is_floating_point()]
+        self.floats = [t for t in self.tensors if _is_float(t)]
         self.few = kwargs.get('dtype') in FEW or any(t.dtype in FEW for t in self.floats)
         self.name, self.written = 'quantize', []
         if func is not None:
@@ -179,7 +187,7 @@ def flat_storage(
     n = storage.nbytes()//t.element_size()
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, (n,), (1,))
 
-# %% ../nbs/18_sanitizer.ipynb #bb4e5346
+# %% ../nbs/18_sanitizer.ipynb #d4e7d100
 class Shadows:
     "The shadows of all storages that have one"
     def __init__(self): self.clear()
@@ -190,7 +198,7 @@ class Shadows:
 
     def find(self, t:Tensor)->Shadow|None:
         "The shadow of a tensor's storage"
-        s = self.held.get(t.untyped_storage()._cdata)
+        s = self.held.get(_key(t))
         if s is None or s.dtype != t.dtype or s.storage.expired(): return None
         same_size = s.values.numel()*t.element_size() == t.untyped_storage().nbytes()
         return s if same_size else None
@@ -211,9 +219,9 @@ class Shadows:
         storage, whole = t.untyped_storage(), flat_storage(t)
         if twin is not None and twin.stride() == t.stride() and not t.storage_offset():
             fits = twin.untyped_storage().nbytes() == whole.numel()*twin.element_size()
-            fresh = twin.untyped_storage()._cdata not in taken
+            fresh = _key(twin) not in taken
             if fits and fresh: whole, twin = twin.as_strided(whole.shape, (1,), 0), None
-        if whole.dtype == t.dtype and whole.untyped_storage()._cdata == storage._cdata:
+        if whole.dtype == t.dtype and _key(whole) == storage._cdata:
             whole = widened(whole).clone() if t.dtype not in FEW else widened(whole)
         s = Shadow(StorageWeakRef(storage), whole, t.dtype)
         self.held[storage._cdata] = s
@@ -228,7 +236,7 @@ class Shadows:
     def forget(self, tensors:list):
         "The shadow of a tensor becomes its value"
         for t in tensors:
-            if not _is_float(t): self.held.pop(t.untyped_storage()._cdata, None)
+            if not _is_float(t): self.held.pop(_key(t), None)
             elif self.find(t): self.of(t).copy_(t)
 
 # %% ../nbs/18_sanitizer.ipynb #8edae98d
@@ -357,7 +365,7 @@ def code_at(
     "The line of code"
     return linecache.getline(*place).strip()
 
-# %% ../nbs/18_sanitizer.ipynb #8040f656
+# %% ../nbs/18_sanitizer.ipynb #5391e890
 def _is_helper(code): return is_tool(code.co_filename) or code is predict.__code__
 
 class Places:
@@ -382,7 +390,7 @@ class Places:
                 self.names.update((m, n) for n, m in module.named_modules())
             self.name_tensors(module)
             for n, t in module.named_buffers():
-                self.buffers.setdefault(n, t.untyped_storage()._cdata)
+                self.buffers.setdefault(n, _key(t))
         self.running.append(self.names.get(module, type(module).__name__))
 
     def leave(self, module, args, out):
@@ -392,7 +400,7 @@ class Places:
     def name_tensors(self, module):
         "Weights and buffers, by storage"
         for n, t in (*module.named_parameters(), *module.named_buffers()):
-            self.tensors[t.untyped_storage()._cdata] = n
+            self.tensors[_key(t)] = n
 
     def models(self):
         "The outermost modules that still exist"
@@ -411,7 +419,7 @@ class Places:
         self.lines[torch.autograd._get_sequence_nr() - 1] = place, module
         return place, module, node is not None and not self.running
 
-# %% ../nbs/18_sanitizer.ipynb #3efbab9b
+# %% ../nbs/18_sanitizer.ipynb #d220d52c
 class Sanitizer(TorchDispatchMode):
     "Runs each op a second time, on FP32 shadows, and notes what the first run lost"
     def __init__(self,
@@ -448,7 +456,11 @@ class Sanitizer(TorchDispatchMode):
         where = self.places.here()
         with torch.no_grad(), _alone(): twin = self.prepare(call)
         out = func(*args, **kwargs)
-        with torch.no_grad(), _alone(): self.compare(call, twin, out, where)
+        with torch.no_grad(), _alone():
+            try: self.compare(call, twin, out, where)
+            except Exception as e:          # such as a kernel that takes no FP32
+                self.lost[call.name, str(e).split('\n')[0][:80]] += 1
+                self.shadows.forget(tensors_in([out], []) + call.written)
         return out
 
 def _alone():
@@ -482,7 +494,7 @@ def prepare(self:Sanitizer, call:Call)->tuple:
     def twin(x): return self.shadows.of(x) if _is_float(x) else widened(x)
     return mapped(twin, call.args), {k: mapped(twin, v) for k, v in call.kwargs.items()}
 
-# %% ../nbs/18_sanitizer.ipynb #38c118c8
+# %% ../nbs/18_sanitizer.ipynb #64807695
 @patch
 def weigh(self:Sanitizer, call:Call):
     "The errors of the arguments. Is what it takes zero but for rounding?"
@@ -494,8 +506,8 @@ def weigh(self:Sanitizer, call:Call):
     noisy = [t for t, s in found if s is not None and s.noise]
     if not noisy: return
     call.noise_size = max(_rms(numbers(t, 2048)) for t in noisy)
-    places = {t.untyped_storage()._cdata for t in call.written}
-    others = [s for t, s in found if s is not None and t.untyped_storage()._cdata not in places]
+    places = {_key(t) for t in call.written}
+    others = [s for t, s in found if s is not None and _key(t) not in places]
     others = [s for s in others if s.error or s.noise]
     call.noise = bool(places and others) and all(s.noise for s in others)
     if all(s is not None and s.noise or not t.any() for t, s in found): call.noise = True
@@ -504,7 +516,7 @@ def weigh(self:Sanitizer, call:Call):
 def keep(self:Sanitizer, call:Call, t:Tensor):
     "Samples of a tensor in few bits before it is written"
     call.old[id(t)] = numbers(t, 2048), numbers(self.shadows.of(t), 2048)
-    key = t.untyped_storage()._cdata
+    key = _key(t)
     if call.name in GIVES or key in self.states: return
     s = self.shadows.find(t)
     values = numbers(flat_storage(t), self.most), numbers(s.values, self.most)
@@ -531,20 +543,15 @@ def _works_in(tree):
         elif isinstance(x, torch.ScriptObject) and hasattr(x, 'wait'): found.append(x)
     return found
 
-# %% ../nbs/18_sanitizer.ipynb #8539f46a
+# %% ../nbs/18_sanitizer.ipynb #51f4ebd0
 @patch
 def compare(self:Sanitizer, call:Call, twin:tuple, out, where:tuple):
     "Rows for the results of both runs"
     outs = tensors_in([out], []) or call.written
-    try:
-        refs = self.second_run(call, twin, out) or [self.shadows.of(t) for t in outs]
-        if [t.shape for t in outs] != [t.shape for t in refs]: raise ValueError('other shapes')
-    except Exception as e:                  # such as a kernel that takes no FP32
-        self.lost[call.name, str(e).split('\n')[0][:80]] += 1
-        self.shadows.forget(outs + call.written)
-        return
+    refs = self.second_run(call, twin, out) or [self.shadows.of(t) for t in outs]
+    if [t.shape for t in outs] != [t.shape for t in refs]: raise ValueError('other shapes')
     self.followed += 1
-    taken = {t.untyped_storage()._cdata for t in tensors_in([twin[0]], [])}
+    taken = {_key(t) for t in tensors_in([twin[0]], [])}
     numbered = [i for i, t in enumerate(out) if _is_float(t)] if isinstance(out, tuple) else [0]
     floats = 0
     for t, ref in zip(outs, refs):
@@ -558,7 +565,7 @@ def compare(self:Sanitizer, call:Call, twin:tuple, out, where:tuple):
         if _is_float(t) and all(t is not o for o in outs):
             self.result(call, -1, t, self.shadows.of(t), where, taken)
 
-# %% ../nbs/18_sanitizer.ipynb #03803968
+# %% ../nbs/18_sanitizer.ipynb #c6338cda
 @patch
 def result(self:Sanitizer, call:Call, number:int, t:Tensor, ref:Tensor, where:tuple, taken:set):
     "The shadow of a result, and its row"
@@ -572,9 +579,9 @@ def result(self:Sanitizer, call:Call, number:int, t:Tensor, ref:Tensor, where:tu
         return
     row = Row(call.name, place, module, backward, t.numel(), t.dtype, call.carried)
     if call.worst is not None: row.source = call.worst.source
-    if written: row.slot = t.untyped_storage()._cdata
+    if written: row.slot = _key(t)
     elif call.name in ADDS | SCALES | {'_to_copy'} and _is_float(call.args[0]):
-        row.taken = call.args[0].untyped_storage()._cdata
+        row.taken = _key(call.args[0])
     m = self.measured(call, number, t)
     if call.name in MOVES and not m.bad: m.error = min(m.error, call.carried)   # of another unit
     row.error, row.flushed, row.spacings, row.nan = m.error, m.flushed, m.spacings, m.nan
@@ -952,7 +959,7 @@ def find_states(self:Sanitizer, weights:set, gradients:set)->list:
         found.append(f)
     return found
 
-# %% ../nbs/18_sanitizer.ipynb #21825e3b
+# %% ../nbs/18_sanitizer.ipynb #9c3175bf
 @patch
 def finish(self:Sanitizer, optimizers:list)->list:
     "The findings of a step"
@@ -970,10 +977,10 @@ def finish(self:Sanitizer, optimizers:list)->list:
     self.gradients, gradients = {}, set()
     for p in weights:
         if p.grad is None: continue
-        gradients.add(p.grad.untyped_storage()._cdata)
-        shadow, name = self.shadows.find(p.grad), places.tensors.get(p.untyped_storage()._cdata)
+        gradients.add(_key(p.grad))
+        shadow, name = self.shadows.find(p.grad), places.tensors.get(_key(p))
         if shadow is not None and name: self.gradients[name] = shadow.error
-    keys = {p.untyped_storage()._cdata for p in weights}
+    keys = {_key(p) for p in weights}
     return mark_followers(find_faults(self.rows) + self.find_states(keys, gradients))
 
 def mark_followers(
@@ -992,16 +999,16 @@ def mark_followers(
 def name_states(self:Places, opt:torch.optim.Optimizer):
     "The states of an optimizer, by storage"
     for p, state in opt.state.items():
-        of = self.tensors.get(p.untyped_storage()._cdata, 'a weight')
+        of = self.tensors.get(_key(p), 'a weight')
         for n, t in state.items():
-            if isinstance(t, Tensor): self.tensors[t.untyped_storage()._cdata] = f'{n} of {of}'
+            if isinstance(t, Tensor): self.tensors[_key(t)] = f'{n} of {of}'
 
 @patch
 def replaced(self:Places)->dict:
     "Storage of each buffer that a module has replaced by a new one -> its name"
     now = {}
     for model in self.models():
-        for n, t in model.named_buffers(): now[n] = t.untyped_storage()._cdata
+        for n, t in model.named_buffers(): now[n] = _key(t)
     return {key: n for n, key in self.buffers.items() if now.get(n, key) != key}
 
 # %% ../nbs/18_sanitizer.ipynb #80eb1daf
