@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['sanitize', 'skipping', 'probe_precision', 'note_errors']
 
-# %% ../nbs/18_sanitizer.ipynb #0e51144f
+# %% ../nbs/18_sanitizer.ipynb #89eaa28e
 import copy, linecache, math, sys, weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -22,7 +22,8 @@ import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook, register_optimizer_step_pre_hook)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     _disable_current_modes, _pop_mode, _push_mode, TorchDispatchMode)
@@ -311,7 +312,7 @@ def _unmasked(low, ref, m):
         if np.isnan(broken).any(): m.bad = 'nan'
     return low, ref
 
-# %% ../nbs/18_sanitizer.ipynb #eb09a017
+# %% ../nbs/18_sanitizer.ipynb #85364c0d
 @dataclass(slots=True)
 class Row:
     "What became of one result of one op"
@@ -335,6 +336,7 @@ class Row:
     tensor:str='' # name of the weight, buffer or state that was written
     slot:int=0 # storage that was written in place
     taken:int=0 # storage of the first argument of an add, a factor or a cast
+    pair:bool=False # is a tensor added to it?
 
 # %% ../nbs/18_sanitizer.ipynb #b0382875
 TORCH = str(Path(torch.__file__).parent)
@@ -365,19 +367,23 @@ def code_at(
     "The line of code"
     return linecache.getline(*place).strip()
 
-# %% ../nbs/18_sanitizer.ipynb #5391e890
+# %% ../nbs/18_sanitizer.ipynb #cb5960b5
 def _is_helper(code): return is_tool(code.co_filename) or code is predict.__code__
 
 class Places:
     "Knows the user's line, the module and the names of tensors"
     def __init__(self):
         self.running, self.lines = [], {}       # modules; autograd node -> (place, module)
+        self.by_engine = False                  # was the last op called by autograd itself?
         self.names = weakref.WeakKeyDictionary()    # module -> its name
         self.roots = []
         self.tensors, self.buffers = {}, {}     # storage -> name, name -> storage
         hooks = nn.modules.module
+        self.stepping = False                   # is an optimizer?
         self.hooks = [hooks.register_module_forward_pre_hook(self.enter),
-                      hooks.register_module_forward_hook(self.leave, always_call=True)]
+                      hooks.register_module_forward_hook(self.leave, always_call=True),
+                      register_optimizer_step_pre_hook(self.begin_step),
+                      register_optimizer_step_post_hook(self.end_step)]
         self.on_root = lambda: None
 
     def enter(self, module, args):
@@ -397,6 +403,9 @@ class Places:
         "After it, also after an exception"
         if not torch.compiler.is_compiling() and self.running: self.running.pop()
 
+    def begin_step(self, opt, args, kwargs): self.stepping = True
+    def end_step(self, opt, args, kwargs): self.stepping = False
+
     def name_tensors(self, module):
         "Weights and buffers, by storage"
         for n, t in (*module.named_parameters(), *module.named_buffers()):
@@ -413,10 +422,12 @@ class Places:
             if node is not None and frame.f_code.co_name == '_engine_run_backward': frame = None
             else: frame = frame.f_back
         module = self.running[-1] if self.running else ''
+        self.by_engine = frame is None and node is not None
         if frame is None and node is None: return ('', 0), module, False
-        if frame is None: return *self.lines.get(node._sequence_nr(), (('', 0), '')), True
-        place = frame.f_code.co_filename, frame.f_lineno
+        if self.by_engine: place, module = self.lines.get(node._sequence_nr(), (('', 0), ''))
+        else: place = frame.f_code.co_filename, frame.f_lineno
         self.lines[torch.autograd._get_sequence_nr() - 1] = place, module
+        if self.by_engine: return place, module, True
         return place, module, node is not None and not self.running
 
 # %% ../nbs/18_sanitizer.ipynb #d220d52c
@@ -565,7 +576,7 @@ def compare(self:Sanitizer, call:Call, twin:tuple, out, where:tuple):
         if _is_float(t) and all(t is not o for o in outs):
             self.result(call, -1, t, self.shadows.of(t), where, taken)
 
-# %% ../nbs/18_sanitizer.ipynb #c6338cda
+# %% ../nbs/18_sanitizer.ipynb #e86ae79b
 @patch
 def result(self:Sanitizer, call:Call, number:int, t:Tensor, ref:Tensor, where:tuple, taken:set):
     "The shadow of a result, and its row"
@@ -582,8 +593,10 @@ def result(self:Sanitizer, call:Call, number:int, t:Tensor, ref:Tensor, where:tu
     if written: row.slot = _key(t)
     elif call.name in ADDS | SCALES | {'_to_copy'} and _is_float(call.args[0]):
         row.taken = _key(call.args[0])
+        row.pair = call.name in ADDS and isinstance(call.args[1], Tensor) and call.args[1].dim() > 0
     m = self.measured(call, number, t)
-    if call.name in MOVES and not m.bad: m.error = min(m.error, call.carried)   # of another unit
+    exact = call.name in MOVES or call.name == '_to_copy' and t.dtype not in FEW
+    if exact and call.floats and not m.bad: m.error = min(m.error, call.carried)
     row.error, row.flushed, row.spacings, row.nan = m.error, m.flushed, m.spacings, m.nan
     row.still = self.standing(call, t)
     self.judge(row, call, number, t, m)
@@ -601,7 +614,7 @@ def passes_over(self:Sanitizer, call:Call, where:tuple)->bool:
     self.turns[where, name] += 1
     return self.turns[where, name] > 64 and self.turns[where, name] % 16 > 0
 
-# %% ../nbs/18_sanitizer.ipynb #83e35809
+# %% ../nbs/18_sanitizer.ipynb #51061ced
 @patch
 def measured(self:Sanitizer, call:Call, number:int, t:Tensor)->Measure:
     "Compare a result with its shadow: a small sample first, a large one if that is wrong"
@@ -609,6 +622,8 @@ def measured(self:Sanitizer, call:Call, number:int, t:Tensor)->Measure:
     floor = unit = 0.
     if BIASES.get(call.name) == number:
         floor = .01*self.shadows.of(call.floats[0]).abs().sum().item()/t.numel()
+    if self.places.by_engine and call.name in ('add', 'add_'):  # gradients that cancel
+        floor = .01*max(_rms(numbers(self.shadows.of(x), 2048)) for x in call.floats)
     if 'attention' in call.name and 'backward' in call.name:    # one key leaves no gradient
         floor = 1e-6*_rms(numbers(self.shadows.of(call.floats[0]), 2048))
     if id(t) in call.old and t.numel() <= 8: unit = abs(call.old[id(t)][1]).max()
@@ -650,7 +665,8 @@ def standing(self:Sanitizer, call:Call, t:Tensor)->float:
     ref = numbers(self.shadows.of(t), 2048)
     if ref.shape != old[1].shape: return 0.
     moved = ref != old[1]
-    return float((moved & (numbers(t, 2048) == old[0])).sum()/max(moved.sum(), 1))
+    stands = moved & (numbers(t, 2048) == old[0]) & (old[0] != 0)   # zeros are an underflow
+    return float(stands.sum()/max(moved.sum(), 1))
 
 # %% ../nbs/18_sanitizer.ipynb #0cbbc317
 @patch
@@ -676,7 +692,7 @@ def cast(self:Sanitizer, func:Callable, x, *args, **kwargs):
         self.result(call, 0, out, self.shadows.of(x).clone(), where, ())
     return out
 
-# %% ../nbs/18_sanitizer.ipynb #02791a1c
+# %% ../nbs/18_sanitizer.ipynb #4da942c1
 LIMITS = dict(          # from which on a fault is named
     error=.2,           # over the standard deviation, of a result
     gradient=1.,        # of a gradient, and of what an optimizer writes
@@ -699,6 +715,7 @@ def judge(self:Sanitizer, row:Row, call:Call, number:int, t:Tensor, m:Measure):
     lost = m.flushed > LIMITS['flushed'] and m.error > LIMITS['error']
     if m.bad and math.isfinite(call.carried): row.kind = self.broken(call, t, m)
     elif m.bad: return
+    elif self.places.stepping and t.dtype not in FEW: return        # the gradients' errors
     elif lost and (grew or m.error > 1.5*call.carried): row.kind = 'underflow'
     elif row.slot in self.states and call.name not in GIVES: return     # judged at the step's end
     elif grew and m.error > limit: row.kind = self.kind(row, call, number, t, m)
@@ -836,7 +853,7 @@ class Finding:
 
     def __str__(self): return self.text()
 
-# %% ../nbs/18_sanitizer.ipynb #88e2736e
+# %% ../nbs/18_sanitizer.ipynb #d508f36f
 @patch
 def text(self:Finding)->str:
     "What is wrong, where, how much, and what to try, in three to five lines"
@@ -869,7 +886,8 @@ def finding_of(
     f = Finding(kind, row.op, row.place, row.module, row.backward, share, row.carried, row.own,
                 still, row.flushed, row.tensor, order=order)
     if cause is None: return f
-    if cause.hint == kind and row.hint != kind:
+    inherited = row.own is not None and row.own < LIMITS['own']*row.error
+    if cause.hint == kind and row.hint != kind and inherited:
         f.op, f.place, f.module, f.backward = cause.op, cause.place, cause.module, cause.backward
         f.shows = row.op, row.place
     elif kind in ('cancellation', 'an enlarged error', 'nan', 'division by an underflow'):
@@ -920,7 +938,7 @@ def _tie(turns):
     i, r = max(turns, key=lambda turn: turn[1].changed)
     if r.changed > LIMITS['ties'] and r.entries >= 20: return finding_of(r, 'near ties', i)
 
-# %% ../nbs/18_sanitizer.ipynb #1f82a477
+# %% ../nbs/18_sanitizer.ipynb #ea22c124
 def moved_share(
     state:tuple, # (storage, dtype, sample before, sample of the shadow before)
     shadow:Shadow, # of the same storage
@@ -934,7 +952,7 @@ def moved_share(
     now.set_(storage, 0, (storage.nbytes()//dtype.itemsize,), (1,))
     should = numbers(shadow.values, most) != high
     if not should.any(): return 0, 0.
-    stands = should & (numbers(now, most) == low)
+    stands = should & (numbers(now, most) == low) & (low != 0)  # zeros are an underflow
     return now.numel()*should.mean(), stands.sum()/should.sum()
 
 @patch
@@ -959,7 +977,7 @@ def find_states(self:Sanitizer, weights:set, gradients:set)->list:
         found.append(f)
     return found
 
-# %% ../nbs/18_sanitizer.ipynb #9c3175bf
+# %% ../nbs/18_sanitizer.ipynb #bba73c61
 @patch
 def finish(self:Sanitizer, optimizers:list)->list:
     "The findings of a step"
@@ -973,7 +991,7 @@ def finish(self:Sanitizer, optimizers:list)->list:
     replaced = places.replaced()
     for r in self.rows:
         r.tensor = places.tensors.get(r.slot, '') or replaced.get(r.taken, '')
-        if r.op == '_to_copy': r.tensor = places.tensors.get(r.taken, '')
+        if r.op == '_to_copy' or r.pair: r.tensor = r.tensor or places.tensors.get(r.taken, '')
     self.gradients, gradients = {}, set()
     for p in weights:
         if p.grad is None: continue
@@ -991,7 +1009,8 @@ def mark_followers(
     places = set()
     for f in found:
         made = f.source[1] if f.source else f.place
-        f.follows = made in places or f.place in places
+        broken = f.error == math.inf and not any(g.error == math.inf for g in found[:found.index(f)])
+        f.follows = (made in places or f.place in places) and not broken
         places.add(f.place)
     return found
 

@@ -531,9 +531,11 @@ WHOLE_LAYERS = overloads('_native_multi_head_attention', '_transformer_encoder_l
 def is_composite(
     func, # an OpOverload
 )->bool:
-    "Is the op made of other ops?"
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return func in WHOLE_LAYERS or func.has_kernel_for_dispatch_key(key)
+    "Is the op made of other ops, without a kernel, such as that of `silu_backward`?"
+    keys = torch._C.DispatchKey
+    if func in WHOLE_LAYERS: return True
+    made = func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd)
+    return made and not func.has_kernel_for_dispatch_key(keys.CPU)
 
 def decompose(
     mode, # a dispatch mode that is to see the inner ops

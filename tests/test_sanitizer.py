@@ -578,3 +578,70 @@ def test_a_tool_is_no_users_line():
     import mpcourse.step, mpcourse.toys
     assert is_tool(torch.nn.functional.__file__) and is_tool(mpcourse.step.__file__)
     assert not is_tool(mpcourse.toys.__file__) and not is_tool(__file__)
+
+
+@pytest.mark.parametrize('act', [F.silu, F.mish, F.gelu, F.softplus])
+def test_an_op_that_has_a_kernel_is_not_taken_apart(act):
+    "`silu_backward` is made of other ops, and has a kernel, too, which rounds otherwise"
+    grads = []
+    for context in (nullcontext(), sanitize()):
+        x = torch.linspace(-3, 3, 1000).bfloat16().requires_grad_()
+        with context: act(x).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
+def test_an_infinity_is_told_though_a_small_error_came_before_it():
+    torch.manual_seed(0)
+    h = (torch.randn(32, 64)*3e-4).requires_grad_()
+    with sanitize() as report:
+        var = (h.half()**2).mean(-1, keepdim=True)
+        (h.half()*torch.rsqrt(var + 1e-8)).float().square().sum().backward()
+    assert not h.grad.isfinite().all() and any(f.error == math.inf and not f.follows for f in report.findings)
+
+
+def test_what_is_zero_but_for_rounding_is_no_fault():
+    "A bias whose gradients cancel, over a batch and between its uses"
+    for k in range(3):
+        torch.manual_seed(k)
+        net, x = nn.Linear(16, 16), torch.randn(64, 16)
+        with sanitize() as report:
+            with torch.autocast('cpu', torch.bfloat16): a, p, b = (net(v).float() for v in (x, x + .2*torch.randn_like(x), x.roll(1, 0)))
+            ((a - p).square().sum(1) - (a - b).square().sum(1) + 20).relu().mean().backward()
+        assert not report.findings
+
+
+def test_the_op_is_blamed_and_not_a_cast_before_it_that_hurts_little():
+    torch.manual_seed(0)
+    y = torch.randn(64, 1)*.1 - 8
+    with sanitize() as report:
+        z = y.bfloat16()
+        torch.log(1 + z.exp())
+    assert report.worst.kind == 'a large offset' and report.worst.code == 'torch.log(1 + z.exp())'
+
+
+def test_zeros_are_an_underflow_and_do_not_stand_still():
+    torch.manual_seed(0)
+    moves, seen = torch.randn(12, 12).softmax(1).half(), torch.randn(12, 16).softmax(0).half()
+    with sanitize() as report:
+        share = torch.full((16, 12), 1/12).half()
+        for _ in range(22): share = (share@moves)*seen.T
+    assert report.worst.kind == 'underflow'
+
+
+def test_a_merge_that_does_not_move_a_weight_is_told():
+    class Merged(nn.Module):
+        def __init__(self): super().__init__(); torch.manual_seed(0); self.base, self.delta = nn.Linear(16, 16, bias=False).bfloat16(), nn.Parameter(torch.randn(16, 16).bfloat16()*1e-4)
+        def forward(self, x): return F.linear(x, self.base.weight + self.delta)
+    with sanitize() as report: Merged()(torch.randn(4, 16).bfloat16())
+    assert (report.worst.kind, report.worst.name) == ('stands still', 'base.weight')
+
+
+def test_second_derivatives_have_lines():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), torch.randn(32, 8, requires_grad=True)
+    with sanitize() as report:
+        with torch.autocast('cpu', torch.float16): u = net(x).float()
+        slope, = torch.autograd.grad(u.sum()*1e-6, x, create_graph=True)
+        slope.square().sum().backward()
+    assert report.findings and all(f.where for f in report.findings) and all(r.place[1] for r in report.rows)
