@@ -390,21 +390,24 @@ def watch_command(
     script:str, # a Python script, unchanged
     args:Rest, # its arguments
     at:str='1,10,100,1000', # steps to look at closely, from 1, with commas between them
-    modules:str='*', # patterns of module names with commas between them
+    modules:str='*', # patterns of names of layers with commas between them
+    module:bool=False, # the script is the name of a module, as behind `python -m`
     json:str=None, # a file for the report as JSON
     html:str=None, # a file for a page with table and picture
 ):
     "Run an unchanged training script, and say where it loses precision"
     from mpcourse.watch import watch_script
     try:
-        watched = watch_script(script, args, list(map(positive, names_in(at))), names_in(modules))
+        steps = list(map(positive, names_in(at)))
+        watched = watch_script(script, args, steps, names_in(modules), module)
     except (ValueError, argparse.ArgumentTypeError) as e: raise RequestError(str(e)) from e
     rank = os.environ.get('RANK', '0')
     if json and rank != '0': json += f'.{rank}'
     if json: write_json(watched.to_dict(), json)
     if html: write_page(html, watched.report.html)
-    if rank == '0': print(f'\n{watched}', file=sys.stderr)
-    if watched.error: return 1
+    if rank == '0' and (watched.steps or watched.found):
+        print(f'\n{watched}', file=sys.stderr)
+    if watched.code: return watched.code
     if 'TORCHELASTIC_RUN_ID' in os.environ: return 0        # torchrun takes 3 for a crash
     return FINDINGS*watched.found
 

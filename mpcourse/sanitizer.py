@@ -367,7 +367,7 @@ def code_at(
     "The line of code"
     return linecache.getline(*place).strip()
 
-# %% ../nbs/18_sanitizer.ipynb #cb5960b5
+# %% ../nbs/18_sanitizer.ipynb #eafbca67
 def _is_helper(code): return is_tool(code.co_filename) or code is predict.__code__
 
 class Places:
@@ -403,8 +403,13 @@ class Places:
         "After it, also after an exception"
         if not torch.compiler.is_compiling() and self.running: self.running.pop()
 
-    def begin_step(self, opt, args, kwargs): self.stepping = True
-    def end_step(self, opt, args, kwargs): self.stepping = False
+    def begin_step(self, opt, args, kwargs):
+        "Before an optimizer's step"
+        self.stepping = True
+
+    def end_step(self, opt, args, kwargs):
+        "After it"
+        self.stepping = False
 
     def name_tensors(self, module):
         "Weights and buffers, by storage"
@@ -479,18 +484,19 @@ def _alone():
     if torch._C._len_torch_dispatch_stack(): return _disable_current_modes()
     return nullcontext()
 
-# %% ../nbs/18_sanitizer.ipynb #d3f310dc
+# %% ../nbs/18_sanitizer.ipynb #6dd7ad07
 @patch
 def follows(self:Sanitizer, call:Call)->bool:
     "Is there a second run?"
     if _is_collective(call): return bool(call.floats)        # on all ranks, or on none
-    if any(part in call.name for part in OPAQUE):
+    if not call.floats: return call.few and call.name in CASTS
+    rounded = call.few or any(self.shadows.find(t) for t in call.floats)
+    if rounded and any(part in call.name for part in OPAQUE):
         self.lost[call.name, 'it keeps a workspace in a format of its own'] += 1
         return False
-    if call.name == 'native_dropout': return True
-    if not call.floats: return call.few and call.name in CASTS
+    if call.name == 'native_dropout': return rounded
     if call.draws() or call.name.startswith(FACTORIES) or call.name.endswith('_like'): return False
-    return call.few or any(self.shadows.find(t) for t in call.floats)
+    return rounded
 
 def _is_collective(call): return call.func.namespace in ('c10d', '_c10d_functional')
 
@@ -668,13 +674,13 @@ def standing(self:Sanitizer, call:Call, t:Tensor)->float:
     stands = moved & (numbers(t, 2048) == old[0]) & (old[0] != 0)   # zeros are an underflow
     return float(stands.sum()/max(moved.sum(), 1))
 
-# %% ../nbs/18_sanitizer.ipynb #0cbbc317
+# %% ../nbs/18_sanitizer.ipynb #0e9aa7d0
 @patch
 def choice(self:Sanitizer, call:Call, t:Tensor, ref:Tensor, where:tuple):
     "A row where choices of the two runs differ"
     place, module, backward = where
     changed = (t != ref).double().mean().item()
-    if not changed or backward: return
+    if not changed or backward or call.carried == math.inf: return
     row = Row(call.name, place, module, backward, t.numel(), t.dtype, call.carried)
     row.changed = changed
     self.rows.append(row)
@@ -853,19 +859,23 @@ class Finding:
 
     def __str__(self): return self.text()
 
-# %% ../nbs/18_sanitizer.ipynb #d508f36f
+# %% ../nbs/18_sanitizer.ipynb #74191fa2
 @patch
 def text(self:Finding)->str:
     "What is wrong, where, how much, and what to try, in three to five lines"
-    what = f'{self.op} in {self.module}' if self.module else self.op
+    what = 'a cast' if self.op == '_to_copy' else self.op
+    if self.module: what = f'{what} in {self.module}'
     if self.backward: what = f'backward of {what}'
     if self.name: what = f'{self.name}{f" and {self.others} more" if self.others else ""}, {what}'
     lines = [f'{self.kind.capitalize()}: {what}']
     if self.where: lines[0] += f', at {self.where}: {self.code}'
-    if self.still: lines.append(f'{self.still:.0%} of what should move stands still.')
+    if self.still: lines.append(f'{self.still:.0%} of the entries that should move stand still.')
     elif self.kind == 'overflow' and self.error < math.inf:
         lines.append('A mask is infinite, and FP32 is not, in a row in which all is masked.')
     elif self.kind == 'near ties': lines.append(f'{self.error:.1%} of the choices differ in FP32.')
+    elif self.error == math.inf: lines.append(
+        f'The result is not finite, and in FP32 it is. The error of what the op takes is '
+        f'{self.carried:.3f}.')
     else: lines.append(f'The error is {self.error:.3f} of a standard deviation, and '
                        f'{self.carried:.3f} in what the op takes.')
     for said, at in (('It shows in', self.shows), ('What it takes was made by', self.source)):
@@ -894,7 +904,7 @@ def finding_of(
         f.source = cause.op, cause.place
     return f
 
-# %% ../nbs/18_sanitizer.ipynb #4217c7d9
+# %% ../nbs/18_sanitizer.ipynb #6c9814a8
 def find_faults(
     rows:list, # of one step
 )->list: # of Finding, in the order of computing
@@ -922,7 +932,7 @@ def fault_of_turns(
     (first, start), (_, worst) = turns[0], max(turns, key=lambda turn: turn[1].error)
     if start.changed: return _tie(turns)
     still = sum(r.still for _, r in turns)/len(turns)
-    loop = len(turns) >= LIMITS['turns']
+    loop = len(turns) >= LIMITS['turns'] and start.place[1]
     if worst.op != '_to_copy' and worst.taken and worst.tensor and worst.still > LIMITS['still']:
         return finding_of(worst, 'stands still', first, worst.still)
     if loop and still > LIMITS['standing'] and worst.error > LIMITS['error']/2:
@@ -977,7 +987,7 @@ def find_states(self:Sanitizer, weights:set, gradients:set)->list:
         found.append(f)
     return found
 
-# %% ../nbs/18_sanitizer.ipynb #bba73c61
+# %% ../nbs/18_sanitizer.ipynb #99b8cdc4
 @patch
 def finish(self:Sanitizer, optimizers:list)->list:
     "The findings of a step"
@@ -1006,11 +1016,12 @@ def mark_followers(
 )->list: # the same, in the order of computing
     "Which findings follow from one before them: their error was made on its line"
     found = sorted(found, key=lambda f: f.order)
-    places = set()
+    places, broken = set(), False
     for f in found:
         made = f.source[1] if f.source else f.place
-        broken = f.error == math.inf and not any(g.error == math.inf for g in found[:found.index(f)])
-        f.follows = (made in places or f.place in places) and not broken
+        first_infinity = f.error == math.inf and not broken
+        f.follows = (made in places or f.place in places) and not first_infinity
+        broken = broken or f.error == math.inf
         places.add(f.place)
     return found
 
@@ -1154,30 +1165,40 @@ class PrecisionReport:
 
     def __str__(self): return self.text()
 
-# %% ../nbs/18_sanitizer.ipynb #4ca4411d
+# %% ../nbs/18_sanitizer.ipynb #bdac0a77
 @patch
 def text(self:PrecisionReport)->str:
     "A screen: each cause, how many findings follow from it, and what was not followed"
-    nan = self.nan_row
-    if nan is not None:
-        return (f'NaN in FP32, too. The first: {nan.op} in {nan.module}, at {shown(nan.place)}: '
-                f'{code_at(nan.place)}\nLook at an earlier step.')
     roots = [f for f in self.findings if not f.follows]
     lines = [f'{i}. {f}' for i, f in enumerate(roots[:5], 1)]
-    more = len(self.findings) - min(len(roots), 5)
-    if more: lines.append(f'{more} more follow, in report.findings.')
-    if not roots:
-        worst = max((r for r in self.rows if not r.changed), key=lambda r: r.error, default=None)
-        lines.append(f'Nothing found in {len(self.rows)} results.')
-        if worst is None: lines[0] = 'Nothing computed in few bits was seen.'
-        else: lines.append(f'The largest error is {worst.error:.3f} of a standard deviation: '
-                           f'{worst.op}, at {shown(worst.place)}: {code_at(worst.place)}')
+    more = len(self.findings) - len(lines)
+    if more: lines.append(f'{more} more in report.findings, most of them consequences.')
+    nan = self.nan_row
+    if nan is not None:
+        lines.append(f'NaN in FP32, too. The first: {nan.op}, {self.at(nan)}. '
+                     'Look at an earlier step.')
+    elif not roots: lines.append(self.nothing())
     lost = sum(self.lost.values())
     if lost:
         (op, why), _ = self.lost.most_common(1)[0]
         share = lost/(lost + self.followed)
         lines.append(f'{share:.1%} of the ops were not followed: {op}, {why}.')
     return '\n'.join(lines)
+
+@patch
+def nothing(self:PrecisionReport)->str:
+    "What was looked at, where nothing was found"
+    rows = [r for r in self.rows if not r.changed]
+    if not rows: return 'No operation in few bits was seen: all is FP32, or nothing was looked at.'
+    worst = max(rows, key=lambda r: r.error)
+    return (f'Nothing found in {len(self.rows)} results. The largest error is {worst.error:.3f} of '
+            f'a standard deviation: {worst.op}, {self.at(worst)}')
+
+@patch
+def at(self:PrecisionReport, row:Row)->str:
+    "The place of a row"
+    if not row.place[1]: return 'in no line of yours'
+    return f'at {shown(row.place)}: {code_at(row.place)}'
 
 @patch
 def table(self:PrecisionReport,

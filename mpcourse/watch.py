@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['watch_script', 'scan_checkpoint']
 
-# %% ../nbs/84_watch.ipynb #d3cf6d4d
-import math, os, runpy, sys, time, weakref
-from collections import Counter
+# %% ../nbs/84_watch.ipynb #e1cbcb33
+import math, os, re, runpy, sys, traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,13 +85,14 @@ def _is_finite(t):
     t = t.detach()
     return bool(t.float().sum().isfinite()) or bool(t.isfinite().all())
 
-# %% ../nbs/84_watch.ipynb #b5bf6672
+# %% ../nbs/84_watch.ipynb #2b9ea9c4
 class Watched:
     "What became of a script"
     def __init__(self, hooks, session):
         self.alarms, self.scales, self.skipped = hooks.alarms, hooks.scales, hooks.skipped
         self.report, self.steps = session.report, session.step - 1
         self.error = ''         # of the script
+        self.code = 0           # with which it exits
 
     @property
     def found(self)->bool:
@@ -109,6 +109,7 @@ class Watched:
     def __str__(self):
         looked = ', '.join(map(str, self.report.steps)) or 'none'
         lines = [f'{self.steps} steps, {self.skipped} skipped; looked at closely: {looked}.']
+        if not self.report.steps: lines[0] += ' So nothing was examined.'
         lines += map(str, self.alarms)
         lines.append(str(self.report))
         if self.error: lines.append(f'The script ended with {self.error}')
@@ -134,17 +135,18 @@ def _counted_updates(hooks):
         if scaler.is_enabled(): hooks.updated(old, scaler.get_scale())
     return patch_module.object(torch.amp.GradScaler, 'update', updated)
 
-# %% ../nbs/84_watch.ipynb #f35ceb1c
+# %% ../nbs/84_watch.ipynb #373e3ac4
 def watch_script(
     path:str|Path, # of a Python script
     args:list=(), # its arguments
     at:list=(1, 10, 100, 1000, 10_000), # numbers of steps to look at closely, from 1
     modules:str|list='*', # patterns of module names, as for `sanitize`
+    module:bool=False, # is `path` the name of a module, as behind `python -m`?
 )->Watched:
     """Run an unchanged script, and say where it loses precision
 
     An exception of the script is in `error`; ValueError for a path that is no file."""
-    if not Path(path).is_file():
+    if not module and not Path(path).is_file():
         raise ValueError(f'There is no script {str(path)!r}: give the path of a Python file.')
     patterns = [modules] if isinstance(modules, str) else list(modules)
     sanitizer = Sanitizer(modules=patterns)
@@ -152,7 +154,7 @@ def watch_script(
     session = Session(sanitizer, lambda step: step in wanted)
     hooks = CheapHooks(session)
     hooks.wanted = wanted
-    argv, folder = [str(path), *args], str(Path(path).resolve().parent)
+    argv, folder = [str(path), *args], str(Path(path).resolve().parent) if not module else ''
     followers.append(sanitizer.cast)
     with ExitStack() as stack:
         stack.callback(lambda: [h.remove() for h in hooks.hooks])
@@ -163,23 +165,35 @@ def watch_script(
         stack.enter_context(_counted_updates(hooks))
         stack.enter_context(patch_module.object(torch.amp.GradScaler, 'update', skipping(session)))
         stack.enter_context(_fastai_steps(session))
-        error = _run_script(path)
+        error, code = _run_script(path, module)
     watched = Watched(hooks, session)
-    watched.error = error
+    watched.error, watched.code = error, code
     return watched
 
-def _run_script(path)->str: # its exception, in one line; empty if it had none
+def _run_script(path, module): # its exception in one line, and its exit code
     "Run it as `python` would"
-    try: runpy.run_path(str(path), run_name='__main__')
+    try:
+        if module: runpy.run_module(str(path), run_name='__main__', alter_sys=True)
+        else: runpy.run_path(os.path.abspath(path), run_name='__main__')
     except SystemExit as e:
-        if e.code not in (None, 0): return f'SystemExit: {e.code}'
+        if e.code in (None, 0): return '', 0
+        return f'SystemExit: {e.code}', e.code if isinstance(e.code, int) else 1
+    except KeyboardInterrupt: return 'KeyboardInterrupt', 130
     except Exception as e: # noqa: BLE001, what came before it is told, too
-        import traceback
-        traceback.print_exc()
-        return f'{type(e).__name__}: {e}'
-    return ''
+        _print_traceback(e)
+        return f'{type(e).__name__}: {e}', 1
+    return '', 0
 
-# %% ../nbs/84_watch.ipynb #069ab9fd
+def _print_traceback(e):
+    "Without the frames of this module and of runpy"
+    tb = e.__traceback__
+    while tb.tb_next is not None:
+        file = tb.tb_frame.f_code.co_filename
+        if file != __file__ and 'runpy' not in file: break
+        tb = tb.tb_next
+    traceback.print_exception(type(e), e, tb)
+
+# %% ../nbs/84_watch.ipynb #c28a9717
 @dataclass
 class Scanned:
     "What casts would do to one stored tensor"
@@ -190,6 +204,7 @@ class Scanned:
     overflows:float # share that FP16 makes infinite
     flushed:float # share that is not zero, and that FP16 makes zero
     stands_still:float # share that a step of the given rate does not move in BF16
+    nan:float=0. # share that is NaN already, or infinite
 
 def scanned(
     name:str, # of the tensor
@@ -204,17 +219,23 @@ def scanned(
     def share(hit): return hit.sum().item()/max(t.numel(), 1)
     return Scanned(
         name, '', t.numel(), sizes.max().item() if len(sizes) else math.inf,
-        share(half.isinf() & finite), share((half == 0) & (t != 0)), share(spacing/2 > rate))
+        share(half.isinf() & finite), share((half == 0) & (t != 0)), share(spacing/2 > rate),
+        share(~finite))
 
-# %% ../nbs/84_watch.ipynb #89ba58de
+# %% ../nbs/84_watch.ipynb #b73b0bf3
 class Scan:
     "All tensors of a checkpoint"
-    def __init__(self, tensors): self.tensors = tensors # of Scanned
+    def __init__(self, tensors, rate): self.tensors, self.rate = tensors, rate
+
+    @property
+    def weights(self)->list: # of Scanned
+        "Those that are no state of an optimizer"
+        return [t for t in self.tensors if not re.search('optim|exp_avg|momentum', t.name)]
 
     @property
     def bad(self)->list: # of Scanned
-        "Tensors of which FP16 makes an entry infinite, or a tenth zero"
-        return [t for t in self.tensors if t.overflows or t.flushed > .1]
+        "Tensors with NaN, or of which FP16 makes an entry infinite, or a tenth zero"
+        return [t for t in self.tensors if t.nan or t.overflows or t.flushed > .1]
 
     def table(self): # a pandas DataFrame
         "All tensors"
@@ -228,13 +249,13 @@ class Scan:
                     tensors=list(map(vars, self.tensors)))
 
     def __str__(self):
-        n = sum(t.entries for t in self.tensors) or 1
-        still = sum(t.stands_still*t.entries for t in self.tensors)/n
-        lines = [f'{len(self.tensors)} tensors, {n:,} numbers. In BF16 a step of this rate would '
-                 f'not move {still:.0%}.']
+        n = sum(t.entries for t in self.weights) or 1
+        still = sum(t.stands_still*t.entries for t in self.weights)/n
+        lines = [f'{len(self.tensors)} tensors. If the {n:,} weights and buffers were in BF16, a '
+                 f'step of {self.rate:g} would leave {still:.0%} of them as they are.']
         for t in self.bad[:10]:
             lines.append(f'{t.name}: up to {t.largest:.3g}; FP16 makes {t.overflows:.1%} infinite '
-                         f'and {t.flushed:.1%} zero.')
+                         f'and {t.flushed:.1%} zero; {t.nan:.1%} is NaN or infinite already.')
         if not self.bad: lines.append('Nothing overflows or is flushed in FP16.')
         return '\n'.join(lines)
 
@@ -257,7 +278,7 @@ def _nested_tensors(prefix, tree):
     elif isinstance(tree, (list, tuple)):
         for i, v in enumerate(tree): yield from _nested_tensors(f'{prefix}.{i}', v)
 
-# %% ../nbs/84_watch.ipynb #09b963b7
+# %% ../nbs/84_watch.ipynb #a513858e
 def scan_checkpoint(
     path:str|Path, # of torch.save (weights alone) or safetensors
     rate:float=1e-5, # of a step, for the share that BF16 would not move
@@ -282,4 +303,5 @@ def scan_checkpoint(
     except Exception as e:
         raise ValueError(f'{path.name} cannot be read as weights alone ({type(e).__name__}): save '
                          'model.state_dict(), or use safetensors.') from e
-    return Scan(found)
+    if not found: raise ValueError(f'{path.name} holds no tensor of floats: give a state dict.')
+    return Scan(found, rate)

@@ -143,6 +143,38 @@ def test_an_error_of_the_script_is_told_beside_what_was_found(tmp_path, capsys):
     with pytest.raises(ValueError, match='There is no script'): watch_script(tmp_path/'none.py')
 
 
+@pytest.mark.parametrize('end, error, code', [('sys.exit(7)', 'SystemExit: 7', 7), ('raise KeyboardInterrupt', 'KeyboardInterrupt', 130), ('sys.exit(0)', '', 0)])
+def test_how_a_script_ends_is_kept_beside_the_report(end, error, code, tmp_path):
+    watched = watch_script(write(tmp_path, 'model = net' + LOOP + end), ['bad'], [2])
+    assert (watched.error, watched.code) == (error, code) and watched.report.findings
+
+
+def test_a_script_sees_what_python_shows_it(tmp_path, monkeypatch):
+    (tmp_path/'part.py').write_text('import os, sys\nfrom pathlib import Path\n'
+                                    'Path(os.environ["SEEN"]).write_text(repr((__name__, os.path.isabs(__file__), sys.argv[1:], sys.path[0])))')
+    monkeypatch.setenv('SEEN', str(tmp_path/'seen'))
+    monkeypatch.chdir(tmp_path)
+    watch_script('part.py', ['--lr', '1'])
+    assert eval((tmp_path/'seen').read_text()) == ('__main__', True, ['--lr', '1'], str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    watched = watch_script('part', ['2'], module=True)
+    assert eval((tmp_path/'seen').read_text())[:3] == ('__main__', True, ['2']) and 'nothing was examined' in str(watched)
+
+
+def test_an_infinity_is_told_though_the_next_step_is_nan(tmp_path):
+    text = '''
+for i in range(4):
+    big = net(X[:64])*40
+    e = big.half().exp()
+    loss = -(e/e.sum(-1, keepdim=True)).float().log().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+'''
+    watched = watch_script(write(tmp_path, text), at=[1, 2, 3])
+    assert watched.report.worst.kind == 'overflow' and watched.report.worst.steps[0] == 1 and str(watched.report).startswith('1. Overflow')
+
+
 def test_alarms_ask_for_the_next_step(tmp_path):
     text = '''
 scaler = torch.amp.GradScaler('cpu', 2.**16)
@@ -177,6 +209,11 @@ def test_a_checkpoint_is_scanned(suffix, tmp_path):
 def test_what_cannot_be_scanned(tmp_path):
     (tmp_path/'x.pt').write_bytes(b'no checkpoint')
     torch.save(nn.Linear(2, 2), tmp_path/'whole.pt')
-    for path, said in (('none.pt', 'There is no file'), ('x.pt', 'cannot be read'), ('whole.pt', 'state_dict')):
+    for path, said in (('gone.pt', 'There is no file'), ('x.pt', 'cannot be read'), ('whole.pt', 'state_dict')):
         with pytest.raises(ValueError, match=said): scan_checkpoint(tmp_path/path)
+    torch.save({'a': 1}, tmp_path/'none.pt')
+    with pytest.raises(ValueError, match='holds no tensor'): scan_checkpoint(tmp_path/'none.pt')
+    torch.save({'w': torch.tensor([1., float('nan')]), 'optim': {'exp_avg_sq': torch.ones(6)}}, tmp_path/'nan.pt')
+    scan = scan_checkpoint(tmp_path/'nan.pt')
+    assert [t.name for t in scan.bad] == ['w'] and 'the 2 weights' in str(scan) and '50.0% is NaN' in str(scan)
     with pytest.raises(ValueError, match='rate=0 cannot work'): scan_checkpoint(tmp_path/'whole.pt', 0)
