@@ -674,7 +674,7 @@ def standing(self:Sanitizer, call:Call, t:Tensor)->float:
     stands = moved & (numbers(t, 2048) == old[0]) & (old[0] != 0)   # zeros are an underflow
     return float(stands.sum()/max(moved.sum(), 1))
 
-# %% ../nbs/18_sanitizer.ipynb #0e9aa7d0
+# %% ../nbs/18_sanitizer.ipynb #43e99616
 @patch
 def choice(self:Sanitizer, call:Call, t:Tensor, ref:Tensor, where:tuple):
     "A row where choices of the two runs differ"
@@ -686,7 +686,7 @@ def choice(self:Sanitizer, call:Call, t:Tensor, ref:Tensor, where:tuple):
     self.rows.append(row)
 
 @patch
-def cast(self:Sanitizer, func:Callable, x, *args, **kwargs):
+def follow_cast(self:Sanitizer, func:Callable, x, *args, **kwargs):
     "A cast that is emulated in FP32 is one op, and its shadow is that of its argument"
     before, self.idle = self.idle, True
     try: out = func(x, *args, **kwargs)
@@ -819,7 +819,7 @@ CHAPTERS = {            # file of the course that explains a kind
     'swallowed updates': '29_remainders', 'a sum that swamps': '23_tensorcore',
     'a product in few bits': '27_fp8'}
 
-# %% ../nbs/18_sanitizer.ipynb #8a1a7bb6
+# %% ../nbs/18_sanitizer.ipynb #2f2c69f5
 @dataclass
 class Finding:
     "A fault: its kind, where it begins, and how large it is"
@@ -857,11 +857,11 @@ class Finding:
         if self.backward and self.kind in GRADIENT_ADVICE: return GRADIENT_ADVICE[self.kind]
         return ADVICE[self.kind]
 
-    def __str__(self): return self.text()
+    def __str__(self): return self.described()
 
-# %% ../nbs/18_sanitizer.ipynb #74191fa2
+# %% ../nbs/18_sanitizer.ipynb #e90faecc
 @patch
-def text(self:Finding)->str:
+def described(self:Finding)->str:
     "What is wrong, where, how much, and what to try, in three to five lines"
     what = 'a cast' if self.op == '_to_copy' else self.op
     if self.module: what = f'{what} in {self.module}'
@@ -1260,7 +1260,7 @@ def html(self:PrecisionReport)->str:
     plt.close(ax.figure)
     return f'<pre>{escape(self.text())}</pre>{picture}{self.table().to_html()}'
 
-# %% ../nbs/18_sanitizer.ipynb #169e2c8d
+# %% ../nbs/18_sanitizer.ipynb #ae723b5d
 @contextmanager
 def sanitize(
     every:int=1, # look at each step, or at every second, …
@@ -1281,14 +1281,14 @@ def sanitize(
         if chosen is None: return (step - 1) % every == 0
         return step in chosen
     session = Session(s, wanted)
-    followers.append(s.cast)
+    followers.append(s.follow_cast)
     try:
         with patch_module.object(torch.amp.GradScaler, 'update', skipping(session)):
             session.enter()
             yield session.report
     finally:
         session.close()
-        followers.remove(s.cast)
+        followers.remove(s.follow_cast)
 
 def skipping(
     session:Session, # whose steps are counted

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['watch_script', 'scan_checkpoint']
 
-# %% ../nbs/84_watch.ipynb #e1cbcb33
+# %% ../nbs/84_watch.ipynb #494c3c00
 import math, os, re, runpy, sys, traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,13 +13,11 @@ from pathlib import Path
 from unittest.mock import patch as patch_module
 
 import torch
-from fastcore.basics import patch
 from torch import nn, Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .dynamic import validate_number
 from .rounding import followers
-from .sanitizer import code_at, Sanitizer, Session, shown, skipping
+from .sanitizer import Sanitizer, Session, skipping
 
 # %% ../nbs/84_watch.ipynb #ca7c936e
 @dataclass
@@ -135,7 +133,7 @@ def _counted_updates(hooks):
         if scaler.is_enabled(): hooks.updated(old, scaler.get_scale())
     return patch_module.object(torch.amp.GradScaler, 'update', updated)
 
-# %% ../nbs/84_watch.ipynb #373e3ac4
+# %% ../nbs/84_watch.ipynb #a1cf651a
 def watch_script(
     path:str|Path, # of a Python script
     args:list=(), # its arguments
@@ -155,10 +153,10 @@ def watch_script(
     hooks = CheapHooks(session)
     hooks.wanted = wanted
     argv, folder = [str(path), *args], str(Path(path).resolve().parent) if not module else ''
-    followers.append(sanitizer.cast)
+    followers.append(sanitizer.follow_cast)
     with ExitStack() as stack:
         stack.callback(lambda: [h.remove() for h in hooks.hooks])
-        stack.callback(followers.remove, sanitizer.cast)
+        stack.callback(followers.remove, sanitizer.follow_cast)
         stack.callback(session.close)
         stack.enter_context(patch_module.object(sys, 'argv', argv))
         stack.enter_context(patch_module.object(sys, 'path', [folder, *sys.path]))

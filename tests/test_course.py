@@ -92,6 +92,7 @@ def test_the_index_names_every_failed_cell(ran):
     assert not soup(ran, '01_good').select('.failed, .broken, .hll')
 
 
+@pytest.mark.sweep(0)
 def test_slow_cells_and_dead_kernels_are_failures(small_course, tmp_path):
     slow = ['# S\n\n> s.', '1', 'import time\ntime.sleep(600)', 'print("goes on")',
             'try: time.sleep(600)\nexcept KeyboardInterrupt: print("swallowed")']

@@ -1180,6 +1180,7 @@ def test_training_curves_agree_with_native_half(toy):
         assert (native - fast).abs().mean() < 3e-3 and native[-10:].mean() < native[:10].mean()
 
 
+@pytest.mark.sweep(0)
 def test_convergence_counts_of_the_deep_sigmoid_net_agree():
     pytest.importorskip('sklearn')
     from mpcourse.toys import half_pass, train_toy

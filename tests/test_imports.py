@@ -142,6 +142,7 @@ def needed(name, found):
     return found
 
 
+@pytest.mark.sweep(0)
 @pytest.mark.chapters('index')
 def test_a_wheel_trains_beside_torch_fastcore_and_numpy_alone(tmp_path):
     pytest.importorskip('setuptools')

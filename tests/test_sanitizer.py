@@ -516,7 +516,7 @@ def test_steps_that_a_scaler_skips_are_steps():
 
 
 def test_only_the_modules_that_are_asked_for_get_rows():
-    net, (x, y) = mlp(8, 16, 4), data()
+    net, (x, _) = mlp(8, 16, 4), data()
     with sanitize(modules='2') as report, torch.autocast('cpu', torch.bfloat16): net(x)
     assert {r.module for r in report.rows} == {'2'} and report.rows[-1].error > 0
 

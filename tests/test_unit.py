@@ -1087,6 +1087,7 @@ def test_one_pass_forward_and_one_backward(op, plain, constraint):
     assert extra <= 2 and (extra == 2 or 'layer_norm' in str(op.__code__.co_names))
 
 
+@pytest.mark.sweep(0)
 def test_compiled_equals_eager():
     "In a fresh process: no break in the graph, no warning, the same numbers for several batch sizes"
     pytest.importorskip('torch._inductor')

@@ -33,6 +33,7 @@ def graves(tmp_path_factory):
 LIVES = [(r, k) for r,(_, ks) in killed.RUNS.items() for k in ks if k]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize('run, point', LIVES)
 def test_killed_there_and_resumed_is_the_uninterrupted_run(run, point, graves):
     root, err = graves
