@@ -484,7 +484,7 @@ def _alone():
     if torch._C._len_torch_dispatch_stack(): return _disable_current_modes()
     return nullcontext()
 
-# %% ../nbs/18_sanitizer.ipynb #6dd7ad07
+# %% ../nbs/18_sanitizer.ipynb #cbdabf57
 @patch
 def follows(self:Sanitizer, call:Call)->bool:
     "Is there a second run?"
@@ -492,7 +492,7 @@ def follows(self:Sanitizer, call:Call)->bool:
     if not call.floats: return call.few and call.name in CASTS
     rounded = call.few or any(self.shadows.find(t) for t in call.floats)
     if rounded and any(part in call.name for part in OPAQUE):
-        self.lost[call.name, 'it keeps a workspace in a format of its own'] += 1
+        self.lost[call.name, 'its workspace has its own format'] += 1
         return False
     if call.name == 'native_dropout': return rounded
     if call.draws() or call.name.startswith(FACTORIES) or call.name.endswith('_like'): return False
