@@ -397,11 +397,11 @@ def watch_command(
 ):
     "Run an unchanged training script, and say where it loses precision"
     from mpcourse.watch import watch_script
+    rank = os.environ.get('RANK', '0')
     try:
         steps = list(map(positive, names_in(at)))
-        watched = watch_script(script, args, steps, names_in(modules), module)
+        watched = watch_script(script, args, steps, names_in(modules), module, rank == '0')
     except (ValueError, argparse.ArgumentTypeError) as e: raise RequestError(str(e)) from e
-    rank = os.environ.get('RANK', '0')
     if json and rank != '0': json += f'.{rank}'
     if json: write_json(watched.to_dict(), json)
     if html: write_page(html, watched.report.html)

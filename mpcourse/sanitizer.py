@@ -1041,14 +1041,15 @@ def replaced(self:Places)->dict:
         for n, t in model.named_buffers(): now[n] = _key(t)
     return {key: n for n, key in self.buffers.items() if now.get(n, key) != key}
 
-# %% ../nbs/18_sanitizer.ipynb #80eb1daf
+# %% ../nbs/18_sanitizer.ipynb #40613070
 class Session:
     "Switches a sanitizer on and off, step by step, and fills a report"
     def __init__(self,
         sanitizer:Sanitizer, # the engine
         wanted:Callable, # (number of a step, from 1) -> is it looked at?
+        tell:Callable=lambda step: None, # is called with the number of a step that is looked at
     ):
-        self.sanitizer, self.wanted = sanitizer, wanted
+        self.sanitizer, self.wanted, self.tell = sanitizer, wanted, tell
         self.report = PrecisionReport()
         self.report.places = sanitizer.places
         self.first = None           # the optimizer whose steps are counted
@@ -1073,6 +1074,7 @@ class Session:
         with _below(self.depth): self.sanitizer.__enter__()
         torch.compiler.set_stance('force_eager')
         self.on = True
+        self.tell(self.step)
 
     def leave(self):
         "Switch off"
@@ -1165,14 +1167,14 @@ class PrecisionReport:
 
     def __str__(self): return self.text()
 
-# %% ../nbs/18_sanitizer.ipynb #bdac0a77
+# %% ../nbs/18_sanitizer.ipynb #0b140f01
 @patch
 def text(self:PrecisionReport)->str:
     "A screen: each cause, how many findings follow from it, and what was not followed"
     roots = [f for f in self.findings if not f.follows]
     lines = [f'{i}. {f}' for i, f in enumerate(roots[:5], 1)]
     more = len(self.findings) - len(lines)
-    if more: lines.append(f'{more} more in report.findings, most of them consequences.')
+    if more: lines.append(f'Further findings, most of them consequences: {more} (report.findings).')
     nan = self.nan_row
     if nan is not None:
         lines.append(f'NaN in FP32, too. The first: {nan.op}, {self.at(nan)}. '

@@ -133,13 +133,14 @@ def _counted_updates(hooks):
         if scaler.is_enabled(): hooks.updated(old, scaler.get_scale())
     return patch_module.object(torch.amp.GradScaler, 'update', updated)
 
-# %% ../nbs/84_watch.ipynb #a1cf651a
+# %% ../nbs/84_watch.ipynb #19af3f72
 def watch_script(
     path:str|Path, # of a Python script
     args:list=(), # its arguments
     at:list=(1, 10, 100, 1000, 10_000), # numbers of steps to look at closely, from 1
     modules:str|list='*', # patterns of module names, as for `sanitize`
     module:bool=False, # is `path` the name of a module, as behind `python -m`?
+    progress:bool=False, # print to stderr which step is looked at?
 )->Watched:
     """Run an unchanged script, and say where it loses precision
 
@@ -149,7 +150,7 @@ def watch_script(
     patterns = [modules] if isinstance(modules, str) else list(modules)
     sanitizer = Sanitizer(modules=patterns)
     wanted = set(at)
-    session = Session(sanitizer, lambda step: step in wanted)
+    session = Session(sanitizer, wanted.__contains__, _told if progress else _silent)
     hooks = CheapHooks(session)
     hooks.wanted = wanted
     argv, folder = [str(path), *args], str(Path(path).resolve().parent) if not module else ''
@@ -167,6 +168,9 @@ def watch_script(
     watched = Watched(hooks, session)
     watched.error, watched.code = error, code
     return watched
+
+def _told(step): print(f'mpcourse: looking at step {step}', file=sys.stderr)
+def _silent(step): pass
 
 def _run_script(path, module): # its exception in one line, and its exit code
     "Run it as `python` would"

@@ -645,3 +645,56 @@ def test_second_derivatives_have_lines():
         slope, = torch.autograd.grad(u.sum()*1e-6, x, create_graph=True)
         slope.square().sum().backward()
     assert report.findings and all(f.where for f in report.findings) and all(r.place[1] for r in report.rows)
+
+
+def bf16(): return torch.autocast('cpu', torch.bfloat16)
+
+def of_samples(net, x):
+    def loss(p, v):
+        with bf16(): return torch.func.functional_call(net, p, (v[None],)).float().square().mean()
+    return torch.func.vmap(torch.func.grad(loss), (None, 0))({n: p.detach() for n, p in net.named_parameters()}, x)
+
+def tangents(net, x):
+    with bf16(): return torch.func.jvp(lambda v: net(v).float().tanh(), (x,), (torch.ones_like(x),))
+
+def frequencies(net, x):
+    with bf16(): y = net(x)
+    torch.fft.rfft(y.float()).abs().mean().backward()
+
+def sparse(net, x):
+    emb = nn.Embedding(50, 8, sparse=True)
+    opt = torch.optim.SparseAdam(emb.parameters())
+    with bf16(): y = net(emb(torch.arange(16)))
+    y.float().square().mean().backward()
+    opt.step()
+
+def ragged(net, x):
+    with bf16(): net(torch.nested.nested_tensor([x[:3], x[:5]], layout=torch.jagged))
+
+def without_memory(net, x): nn.Linear(8, 4, device='meta')(torch.empty(2, 8, device='meta').bfloat16().float())
+
+def looking_for_a_line(net, x):
+    opt = torch.optim.LBFGS(net.parameters(), max_iter=3)
+    def closure():
+        opt.zero_grad()
+        with bf16(): loss = net(x).float().square().mean()
+        loss.backward()
+        return loss
+    opt.step(closure)
+
+def as_integers(net, x):
+    low = x.bfloat16()
+    low.view(torch.int16).add_(1)
+    return low + 1
+
+def nothing(net, x): return torch.zeros(0, 8).bfloat16()@torch.randn(8, 4).bfloat16()
+
+def into_a_buffer(net, x): torch.mm(x.bfloat16(), torch.randn(8, 4).bfloat16(), out=torch.empty(16, 4, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize('f', [of_samples, tangents, frequencies, sparse, ragged, without_memory, looking_for_a_line, as_integers, nothing, into_a_buffer], ids=lambda f: f.__name__)
+def test_what_is_not_a_plain_tensor_is_followed_or_told(f):
+    torch.manual_seed(0)
+    with sanitize() as report: f(nn.Linear(8, 4), torch.randn(16, 8))
+    assert not report.findings and (report.rows or f is without_memory)
+    if f is frequencies: assert 'were not followed: _fft_r2c, complex numbers have no shadow' in str(report)
