@@ -133,7 +133,7 @@ def _counted_updates(hooks):
         if scaler.is_enabled(): hooks.updated(old, scaler.get_scale())
     return patch_module.object(torch.amp.GradScaler, 'update', updated)
 
-# %% ../nbs/84_watch.ipynb #19af3f72
+# %% ../nbs/84_watch.ipynb #12932e39
 def watch_script(
     path:str|Path, # of a Python script
     args:list=(), # its arguments
@@ -150,7 +150,7 @@ def watch_script(
     patterns = [modules] if isinstance(modules, str) else list(modules)
     sanitizer = Sanitizer(modules=patterns)
     wanted = set(at)
-    session = Session(sanitizer, wanted.__contains__, _told if progress else _silent)
+    session = Session(sanitizer, wanted.__contains__, _teller(progress))
     hooks = CheapHooks(session)
     hooks.wanted = wanted
     argv, folder = [str(path), *args], str(Path(path).resolve().parent) if not module else ''
@@ -169,8 +169,11 @@ def watch_script(
     watched.error, watched.code = error, code
     return watched
 
-def _told(step): print(f'mpcourse: looking at step {step}', file=sys.stderr)
-def _silent(step): pass
+def _teller(progress):
+    "What a session calls with the number of a step that it looks at"
+    def tell(step):
+        if progress: print(f'mpcourse: looking at step {step}', file=sys.stderr)
+    return tell
 
 def _run_script(path, module): # its exception in one line, and its exit code
     "Run it as `python` would"
