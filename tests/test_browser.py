@@ -128,7 +128,7 @@ SQUEEZED = '''() => [
     ...[...document.querySelectorAll('main td:first-child code')].filter(c => /^\\w+$/.test(c.textContent) && c.getClientRects().length > 1).map(c => c.textContent)]'''
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize('path', NBS, ids=lambda p: p.stem)
 def test_page_shows_offline_on_desktop_and_phone(browser, course_pages, path):
     file = course_pages/f'{path.stem}.html'

@@ -39,7 +39,7 @@ def quick(monkeypatch):
 
 # --- the patients ---
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize('name', PATIENTS)
 def test_every_case_is_sick_and_its_own_cure_cures(name):
     p = PATIENTS[name]
@@ -85,7 +85,7 @@ TODAY = study('sick_today')
 NEW = TODAY.module.PATIENTS
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize('name', NEW)
 def test_each_of_today_is_sick_and_its_own_cure_cures(name):
     truth = outcomes(TODAY)[name]

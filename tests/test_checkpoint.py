@@ -771,6 +771,7 @@ def adafactor(params, dtype): return pytest.importorskip('transformers.optimizat
 def eight_bits(params, dtype): return pytest.importorskip('torchao.optim').AdamW8bit(params, lr=1e-2)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize('make, weights, state', [
     (HalfMemory, torch.bfloat16, torch.float32), (HalfMemory, torch.float32, torch.bfloat16), (HalfMemory, torch.float32, torch.float64),
     (adafactor, torch.bfloat16, None), (eight_bits, torch.float32, None)])

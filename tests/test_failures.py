@@ -64,7 +64,7 @@ def test_store_in_fp32_is_the_plain_step():
     assert a.history['loss'] == b.history['loss'] and b.history['swallowed'] == [0] * 5
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize('seed', [0, 1])
 def test_swallowed_updates_stop_a_slow_training(seed):
     runs = {d: swallowed_updates(d, seed=seed) for d in (torch.float32, half, bfloat)}
@@ -174,7 +174,7 @@ def test_textbook_loss_is_right_where_it_does_not_overflow():
     assert finite == [True, False]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize('seed', [0, 1])
 def test_explosions_and_their_negatives(seed):
     bad = exploded_activations(seed=seed)

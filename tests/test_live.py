@@ -328,6 +328,7 @@ QUICK = [[(conf, 10)] for conf in SETTINGS] + [[(dict(k=0), 5), (dict(k=12), 5)]
 LONG = [[(conf, 150)] for conf in (*SETTINGS[:6], SETTINGS[7], SETTINGS[-1])] + [[(dict(k=0), 75), (dict(k=12), 75)]]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize('run', [*QUICK, *(pytest.param(run, marks=pytest.mark.sweep(0)) for run in LONG)])
 def test_the_net_in_the_page_is_pythons_in_every_bit(run, tmp_path):
     "All weights, both losses, the skipped steps and the last scale; and a scale that is moved in the middle"

@@ -128,7 +128,7 @@ RULES = [ran_without_error, loads_nothing_from_outside, tells_nothing_about_the_
          imports_and_checkers_are_folded, solutions_are_folded, local_links_resolve]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize('stem', [p.stem for p in NBS])
 def test_page(stem, course_pages):
     "Each chapter that has been run; under `make test` that is every one"

@@ -295,7 +295,7 @@ def test_scale_is_taken_out_exactly():
 
 # the toys' promises
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize('seed', [0, 1])
 @pytest.mark.parametrize('name', TOYS)
 def test_each_toy_reaches_its_interval(name, seed):

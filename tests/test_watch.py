@@ -96,6 +96,7 @@ def write(folder, text, name='train.py'):
     return folder/name
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize('name', SCRIPTS)
 def test_unchanged_scripts(name, tmp_path):
     "Eight steps: healthy ones are not accused, and logits around 700 are named in both steps"
@@ -122,6 +123,7 @@ X, y = X.roll(100*dist.get_rank(), 0), y.roll(100*dist.get_rank(), 0)
 ''' + LOOP + '\ndist.destroy_process_group()\n'
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize('kind', ['ddp', 'fsdp'])
 def test_ranks_watch_the_same_steps(kind, tmp_path):
     path, out = write(tmp_path, RANKS), tmp_path/'found.json'
