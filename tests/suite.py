@@ -240,7 +240,7 @@ def run(todo, green, workers):
 
 def main(args):
     "Run what has to be run; returns nothing, since MPCOURSE_REPORT tells what failed"
-    workers = int(args.pop(0)[2:]) if args[:1] and args[0].startswith('-n') else (os.cpu_count() or 2) + 1    # some of them wait for others
+    workers = int(args.pop(0)[2:]) if args[:1] and args[0].startswith('-n') else os.cpu_count() or 2
     files = [a for a in args if a.endswith('.py')]
     options = [a for a in args if a not in files]
     if not files: files = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT/'tests').rglob('test_*.py'))
