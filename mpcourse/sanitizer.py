@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['sanitize', 'skipping', 'probe_precision', 'note_errors']
 
-# %% ../nbs/18_sanitizer.ipynb #89eaa28e
+# %% ../nbs/18_sanitizer.ipynb #9fc57a32
 import copy, linecache, math, sys, weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -17,16 +17,15 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch as patch_module
 
-import numpy as np
-import torch
+import numpy as np, torch
 from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook, register_optimizer_step_pre_hook)
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    _disable_current_modes, _pop_mode, _push_mode, TorchDispatchMode)
+from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 from .dynamic import validate_steps
@@ -89,7 +88,7 @@ def op_facts(
     draws = torch.Tag.nondeterministic_seeded in func.tags
     return OpFacts(name, is_view, tuple(writes), draws, is_composite(func), switch)
 
-# %% ../nbs/18_sanitizer.ipynb #62b4e4d9
+# %% ../nbs/18_sanitizer.ipynb #7653db64
 def _is_float(t):
     "Is it a tensor of floats that lies in memory?"
     if not isinstance(t, Tensor) or not t.is_floating_point(): return False
@@ -100,6 +99,7 @@ def _key(t):
     try: return t.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError): return None
 
+# %% ../nbs/18_sanitizer.ipynb #201270b7
 def tensors_in(
     tree, # a list or tuple of arguments
     found:list, # grows
@@ -620,7 +620,7 @@ def passes_over(self:Sanitizer, call:Call, where:tuple)->bool:
     self.turns[where, name] += 1
     return self.turns[where, name] > 64 and self.turns[where, name] % 16 > 0
 
-# %% ../nbs/18_sanitizer.ipynb #51061ced
+# %% ../nbs/18_sanitizer.ipynb #12e1f3f0
 @patch
 def measured(self:Sanitizer, call:Call, number:int, t:Tensor)->Measure:
     "Compare a result with its shadow: a small sample first, a large one if that is wrong"
@@ -655,6 +655,7 @@ def masks_a_row(self:Sanitizer, t:Tensor)->bool:
     if not t.dim(): return False
     return bool(((self.shadows.of(t) < -3e4).all(-1) & t.isinf().any(-1)).any())
 
+# %% ../nbs/18_sanitizer.ipynb #92d88e74
 @patch
 def standing(self:Sanitizer, call:Call, t:Tensor)->float:
     "The share that should move, and does not, between the first argument and the result"
@@ -987,7 +988,7 @@ def find_states(self:Sanitizer, weights:set, gradients:set)->list:
         found.append(f)
     return found
 
-# %% ../nbs/18_sanitizer.ipynb #99b8cdc4
+# %% ../nbs/18_sanitizer.ipynb #2faabe45
 @patch
 def finish(self:Sanitizer, optimizers:list)->list:
     "The findings of a step"
@@ -1011,6 +1012,7 @@ def finish(self:Sanitizer, optimizers:list)->list:
     keys = {_key(p) for p in weights}
     return mark_followers(find_faults(self.rows) + self.find_states(keys, gradients))
 
+# %% ../nbs/18_sanitizer.ipynb #2842b94a
 def mark_followers(
     found:list, # of Finding
 )->list: # the same, in the order of computing
@@ -1167,7 +1169,7 @@ class PrecisionReport:
 
     def __str__(self): return self.text()
 
-# %% ../nbs/18_sanitizer.ipynb #0b140f01
+# %% ../nbs/18_sanitizer.ipynb #af937ae2
 @patch
 def text(self:PrecisionReport)->str:
     "A screen: each cause, how many findings follow from it, and what was not followed"
@@ -1187,6 +1189,7 @@ def text(self:PrecisionReport)->str:
         lines.append(f'{share:.1%} of the ops were not followed: {op}, {why}.')
     return '\n'.join(lines)
 
+# %% ../nbs/18_sanitizer.ipynb #e83ece92
 @patch
 def nothing(self:PrecisionReport)->str:
     "What was looked at, where nothing was found"
@@ -1202,6 +1205,7 @@ def at(self:PrecisionReport, row:Row)->str:
     if not row.place[1]: return 'in no line of yours'
     return f'at {shown(row.place)}: {code_at(row.place)}'
 
+# %% ../nbs/18_sanitizer.ipynb #c2bbeee8
 @patch
 def table(self:PrecisionReport,
     findings:bool=False, # only what was found

@@ -133,7 +133,7 @@ def _counted_updates(hooks):
         if scaler.is_enabled(): hooks.updated(old, scaler.get_scale())
     return patch_module.object(torch.amp.GradScaler, 'update', updated)
 
-# %% ../nbs/84_watch.ipynb #12932e39
+# %% ../nbs/84_watch.ipynb #35287379
 def watch_script(
     path:str|Path, # of a Python script
     args:list=(), # its arguments
@@ -169,6 +169,7 @@ def watch_script(
     watched.error, watched.code = error, code
     return watched
 
+# %% ../nbs/84_watch.ipynb #7c6ff9d7
 def _teller(progress):
     "What a session calls with the number of a step that it looks at"
     def tell(step):
