@@ -35,6 +35,7 @@ def print_json(
     "Print one JSON object; JSON has no infinity, so that 'inf' and 'nan' are strings"
     print(json_text(x))
 
+# %% ../nbs/92_cli.ipynb #92ab0008
 def json_text(
     x, # as for `print_json`
 )->str:
@@ -89,6 +90,7 @@ def names_in(
     if not s: return None
     return list(map(str.strip, s.split(',')))
 
+# %% ../nbs/92_cli.ipynb #92ab0006
 def burst_from(
     storm:str, # hard, random, a script of 0 and 1, or a file
     hard:tuple, # bad steps, good ones before and after them
