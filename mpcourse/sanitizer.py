@@ -118,7 +118,7 @@ def mapped(
     if isinstance(x, (list, tuple)): return type(x)([mapped(f, y) for y in x])
     return f(x)
 
-# %% ../nbs/18_sanitizer.ipynb #7c7205c8
+# %% ../nbs/18_sanitizer.ipynb #389dad9a
 def widened(
     x, # an argument of an op
 ):
@@ -135,8 +135,7 @@ class Call:
         kwargs:dict, # likewise
     ):
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.tensors = tensors_in((args, tuple(kwargs.values())), [])
-        self.floats = [t for t in self.tensors if _is_float(t)]
+        self.floats = list(filter(_is_float, tensors_in((args, tuple(kwargs.values())), [])))
         self.few = kwargs.get('dtype') in FEW or any(t.dtype in FEW for t in self.floats)
         self.name, self.written = 'quantize', []
         if func is not None:
@@ -338,10 +337,12 @@ class Row:
     taken:int=0 # storage of the first argument of an add, a factor or a cast
     pair:bool=False # is a tensor added to it?
 
-# %% ../nbs/18_sanitizer.ipynb #b0382875
+# %% ../nbs/18_sanitizer.ipynb #ebc5f04a
 TORCH = str(Path(torch.__file__).parent)
-TOOLS = (TORCH, '/fastcore/', '/fastai/', '/transformers/trainer', '/accelerate/',
-         '/lightning/', '/pytorch_lightning/', '<frozen', '/runpy.py', '/contextlib.py')
+LIBRARY = Path(predict.__code__.co_filename).parent
+PACKAGES = 'fastcore fastai transformers/trainer accelerate lightning pytorch_lightning'.split()
+TOOLS = (TORCH, '<frozen', '/runpy.py', '/contextlib.py',
+         *(f'-packages/{name}' for name in PACKAGES))   # a user's folder may be called so, too
 NETS = {'toys', 'zoo', 'cases', 'failures'}
 
 @cache
@@ -350,7 +351,7 @@ def is_tool(
 )->bool:
     "Is this line none of the user's?"
     path = Path(file)
-    if path.parent.name == 'mpcourse': return path.stem not in NETS
+    if path.parent == LIBRARY: return path.stem not in NETS
     return any(part in file for part in TOOLS)
 
 def shown(
@@ -435,7 +436,7 @@ class Places:
         if self.by_engine: return place, module, True
         return place, module, node is not None and not self.running
 
-# %% ../nbs/18_sanitizer.ipynb #d220d52c
+# %% ../nbs/18_sanitizer.ipynb #0470ea5d
 class Sanitizer(TorchDispatchMode):
     "Runs each op a second time, on FP32 shadows, and notes what the first run lost"
     def __init__(self,
@@ -470,14 +471,18 @@ class Sanitizer(TorchDispatchMode):
             with torch.no_grad(): self.shadows.forget(tensors_in([out], []) + call.written)
             return out
         where = self.places.here()
-        with torch.no_grad(), _alone(): twin = self.prepare(call)
+        twin = self.attempt(call, lambda: self.prepare(call))
         out = func(*args, **kwargs)
-        with torch.no_grad(), _alone():
-            try: self.compare(call, twin, out, where)
-            except Exception as e:          # such as a kernel that takes no FP32
-                self.lost[call.name, str(e).split('\n')[0][:80]] += 1
-                self.shadows.forget(tensors_in([out], []) + call.written)
+        done = twin and self.attempt(call, lambda: [self.compare(call, twin, out, where)])
+        if not done:
+            with torch.no_grad(): self.shadows.forget(tensors_in([out], []) + call.written)
         return out
+
+    def attempt(self, call, f):
+        "What f returns; None if it fails, as a kernel that takes no FP32: the user's run goes on"
+        try:
+            with torch.no_grad(), _alone(): return f()
+        except Exception as e: self.lost[call.name, str(e).split('\n')[0][:80]] += 1
 
 def _alone():
     "A context without the modes of others, such as one that emulates a format"
@@ -620,10 +625,11 @@ def passes_over(self:Sanitizer, call:Call, where:tuple)->bool:
     self.turns[where, name] += 1
     return self.turns[where, name] > 64 and self.turns[where, name] % 16 > 0
 
-# %% ../nbs/18_sanitizer.ipynb #12e1f3f0
+# %% ../nbs/18_sanitizer.ipynb #c62a10f0
 @patch
 def measured(self:Sanitizer, call:Call, number:int, t:Tensor)->Measure:
     "Compare a result with its shadow: a small sample first, a large one if that is wrong"
+    if call.noise: return Measure(noise=True)
     ref = self.shadows.of(t)
     floor = unit = 0.
     if BIASES.get(call.name) == number:
@@ -633,7 +639,6 @@ def measured(self:Sanitizer, call:Call, number:int, t:Tensor)->Measure:
     if 'attention' in call.name and 'backward' in call.name:    # one key leaves no gradient
         floor = 1e-6*_rms(numbers(self.shadows.of(call.floats[0]), 2048))
     if id(t) in call.old and t.numel() <= 8: unit = abs(call.old[id(t)][1]).max()
-    if call.noise: return Measure(noise=True)
     most = self.most
     if t.numel() > 2048 and t.dtype.itemsize > 1:
         low, high = torch.aminmax(t.detach())
@@ -772,7 +777,7 @@ def enlarged(self:Sanitizer, row:Row, call:Call, t:Tensor)->str:
     as_rounded = measure_error(values, values, source.dtype)
     return 'a large offset' if as_rounded.spacings < LIMITS['spacings'] else 'an enlarged error'
 
-# %% ../nbs/18_sanitizer.ipynb #293eae3a
+# %% ../nbs/18_sanitizer.ipynb #13ff8155
 @patch
 def own_error(self:Sanitizer, call:Call, number:int, t:Tensor)->float|None:
     "The error of the op alone: against the same op in FP32, on few-bit arguments"
@@ -781,8 +786,8 @@ def own_error(self:Sanitizer, call:Call, number:int, t:Tensor)->float|None:
     if isinstance(ref, (tuple, list)): ref = ref[number]
     low, ref = numbers(t, self.most), numbers(ref, self.most)
     kept = np.isfinite(ref) & (ref > -3e4)
-    std = numbers(self.shadows.of(t), self.most)[kept].std()
     if not kept.any(): return 0.
+    std = numbers(self.shadows.of(t), self.most)[kept].std()
     return _rms((low - ref)[kept])/(std or _rms(ref[kept]) or 1.)
 
 @patch
@@ -820,11 +825,11 @@ CHAPTERS = {            # file of the course that explains a kind
     'swallowed updates': '29_remainders', 'a sum that swamps': '23_tensorcore',
     'a product in few bits': '27_fp8'}
 
-# %% ../nbs/18_sanitizer.ipynb #2f2c69f5
+# %% ../nbs/18_sanitizer.ipynb #6619c346
 @dataclass
 class Finding:
     "A fault: its kind, where it begins, and how large it is"
-    kind:str # one of the sixteen that `ADVICE` lists
+    kind:str # one of those that `ADVICE` lists
     op:str # ATen's name of the op
     place:tuple # (file, line) of the user's code
     module:str # the innermost that was running
@@ -1043,7 +1048,7 @@ def replaced(self:Places)->dict:
         for n, t in model.named_buffers(): now[n] = _key(t)
     return {key: n for n, key in self.buffers.items() if now.get(n, key) != key}
 
-# %% ../nbs/18_sanitizer.ipynb #40613070
+# %% ../nbs/18_sanitizer.ipynb #e18fb40f
 class Session:
     "Switches a sanitizer on and off, step by step, and fills a report"
     def __init__(self,
@@ -1055,6 +1060,7 @@ class Session:
         self.report = PrecisionReport()
         self.report.places = sanitizer.places
         self.first = None           # the optimizer whose steps are counted
+        self.last = None            # that stepped last
         self.step, self.stepped = 1, False
         self.depth = torch._C._len_torch_dispatch_stack()
         self.on = False
@@ -1074,7 +1080,7 @@ class Session:
         self.sanitizer.idle = False
         if self.on: return
         with _below(self.depth): self.sanitizer.__enter__()
-        torch.compiler.set_stance('force_eager')
+        self.stance = torch.compiler.set_stance('force_eager')
         self.on = True
         self.tell(self.step)
 
@@ -1083,13 +1089,14 @@ class Session:
         self.sanitizer.idle = True
         if not self.on or self.place() is None: return
         with _below(self.place() + 1): self.sanitizer.__exit__(None, None, None)
-        torch.compiler.set_stance('default')
+        self.stance.__exit__(None, None, None)      # the user's comes back
         self.on = False
 
     def after_step(self, opt, args=(), kwargs=None):
         "A hook after an optimizer's step"
-        if self.first is None: self.first = weakref.ref(opt)
-        self.stepped = True
+        gone = self.first is None or self.first() is None
+        if gone or self.last is not None and self.last() is opt: self.first = weakref.ref(opt)
+        self.last, self.stepped = weakref.ref(opt), True    # twice in a row: another phase
         known = isinstance(opt, torch.optim.Optimizer)      # fastai's have no groups
         if self.first() is opt: self.next_step([opt] if known else ())
 
@@ -1105,10 +1112,12 @@ class Session:
 
     def close(self):
         "The end"
-        if self.sanitizer.rows: self.next_step()
-        self.leave()
-        self.hook.remove()
-        for h in self.sanitizer.places.hooks: h.remove()
+        try:
+            if self.sanitizer.rows: self.next_step()
+        finally:
+            self.leave()
+            self.hook.remove()
+            for h in self.sanitizer.places.hooks: h.remove()
 
 @contextmanager
 def _below(depth):
@@ -1266,7 +1275,7 @@ def html(self:PrecisionReport)->str:
     plt.close(ax.figure)
     return f'<pre>{escape(self.text())}</pre>{picture}{self.table().to_html()}'
 
-# %% ../nbs/18_sanitizer.ipynb #ae723b5d
+# %% ../nbs/18_sanitizer.ipynb #19db7847
 @contextmanager
 def sanitize(
     every:int=1, # look at each step, or at every second, …
@@ -1293,8 +1302,8 @@ def sanitize(
             session.enter()
             yield session.report
     finally:
-        session.close()
         followers.remove(s.follow_cast)
+        session.close()
 
 def skipping(
     session:Session, # whose steps are counted

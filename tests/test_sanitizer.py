@@ -698,3 +698,39 @@ def test_what_is_not_a_plain_tensor_is_followed_or_told(f):
     with sanitize() as report: f(nn.Linear(8, 4), torch.randn(16, 8))
     assert not report.findings and (report.rows or f is without_memory)
     if f is frequencies: assert 'were not followed: _fft_r2c, complex numbers have no shadow' in str(report)
+
+
+def test_another_phase_with_another_optimizer_is_counted():
+    net, (x, y) = mlp(8, 16, 4), data()
+    with sanitize() as report:
+        for lr in (.1, .01):
+            opt = torch.optim.SGD(net.parameters(), lr)
+            old = opt if lr == .1 else old          # both live
+            for _ in range(3):
+                with torch.autocast('cpu', torch.bfloat16): pred = net(x)
+                opt.zero_grad()
+                MSE(pred.float(), y).backward()
+                opt.step()
+    assert len(report.steps) == 5           # the second one's first step is not known to be a phase
+
+
+def test_the_users_stance_on_compiling_comes_back():
+    torch._dynamo.decorators.set_stance('eager_on_recompile')
+    try:
+        with sanitize(): pass
+        assert torch._dynamo.eval_frame._stance.stance == 'eager_on_recompile'
+    finally: torch._dynamo.decorators.set_stance('default')
+
+
+def test_a_users_folder_may_be_called_as_a_package():
+    for name in ('accelerate', 'lightning', 'mpcourse', 'fastai'): assert not is_tool(f'/home/me/{name}/train.py')
+    assert is_tool('/x/lib/python3.11/site-packages/accelerate/accelerator.py')
+
+
+def test_a_fault_of_the_tool_ends_no_run(monkeypatch):
+    import mpcourse.sanitizer as module
+    def broken(*args): raise ZeroDivisionError('mine')
+    monkeypatch.setattr(module, 'numbers', broken)
+    net, (x, y) = mlp(8, 16, 4).bfloat16(), data()
+    with sanitize(): out = net(x.bfloat16())
+    assert out.isfinite().all() and not nn.modules.module._global_forward_hooks
