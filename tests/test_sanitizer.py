@@ -701,11 +701,11 @@ def test_what_is_not_a_plain_tensor_is_followed_or_told(f):
 
 
 def test_another_phase_with_another_optimizer_is_counted():
-    net, (x, y) = mlp(8, 16, 4), data()
+    net, kept, (x, y) = mlp(8, 16, 4), [], data()
     with sanitize() as report:
         for lr in (.1, .01):
             opt = torch.optim.SGD(net.parameters(), lr)
-            old = opt if lr == .1 else old          # both live
+            kept.append(opt)                        # both live
             for _ in range(3):
                 with torch.autocast('cpu', torch.bfloat16): pred = net(x)
                 opt.zero_grad()
@@ -731,6 +731,6 @@ def test_a_fault_of_the_tool_ends_no_run(monkeypatch):
     import mpcourse.sanitizer as module
     def broken(*args): raise ZeroDivisionError('mine')
     monkeypatch.setattr(module, 'numbers', broken)
-    net, (x, y) = mlp(8, 16, 4).bfloat16(), data()
+    net, (x, _) = mlp(8, 16, 4).bfloat16(), data()
     with sanitize(): out = net(x.bfloat16())
     assert out.isfinite().all() and not nn.modules.module._global_forward_hooks
