@@ -43,8 +43,8 @@ def _validate_fields(
     kinds = ('ieee', 'fn', 'fnuz', 'finite', 'scale')
     if kind not in kinds:
         raise ValueError(f'There is no kind {kind!r}: take one of {", ".join(kinds)}.')
-    if not (isinstance(e, int) and 2 <= e <= 10):
-        raise ValueError(f'{e!r} exponent bits cannot work: take 2 to 10.')
+    if not (isinstance(e, int) and 1 <= e <= 10):
+        raise ValueError(f'{e!r} exponent bits cannot work: take 1 to 10.')
     if not (isinstance(m, int) and 0 <= m <= 52):
         raise ValueError(f'{m!r} fraction bits cannot work: take 0 to 52.')
     if kind == 'scale' and m:
@@ -54,7 +54,7 @@ def _validate_fields(
 @dataclass(frozen=True)
 class FloatFormat:
     "A binary floating-point format: the widths of its fields and what its extreme codes mean"
-    exp_bits:int # width of the exponent field, 2 to 10 bits
+    exp_bits:int # width of the exponent field, 1 to 10 bits; with 1 the spacing is the same everywhere
     man_bits:int # width of the fraction field, 0 to 52 bits
     name:str = field(default='', compare=False) # how tables and plots call it; 'eXmY' if empty
     kind:str = 'ieee' # 'ieee', 'fn', 'fnuz', 'finite' or 'scale': see the table in chapter 01

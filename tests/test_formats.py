@@ -127,7 +127,7 @@ def test_nothing_lies_nearer_than_the_encoded_value(x, fmt):
 
 
 @pytest.mark.parametrize('call,words', [
-    (lambda: FloatFormat(1, 3), ['1 exponent bits', '2 to 10']), (lambda: FloatFormat(11, 3), ['11 exponent bits']),
+    (lambda: FloatFormat(0, 3), ['0 exponent bits', '1 to 10']), (lambda: FloatFormat(11, 3), ['11 exponent bits']),
     (lambda: FloatFormat(4, 53), ['53 fraction bits']), (lambda: FloatFormat(4, -1), ['-1 fraction bits']),
     (lambda: FloatFormat(4.0, 3), ['4.0 exponent bits']), (lambda: FloatFormat(4, 3, kind='ocp'), ["'ocp'", 'fnuz']),
     (lambda: FloatFormat(10, 3, bias=5000), ['5000', 'FP64']), (lambda: FloatFormat(8, 1, kind='scale'), ['a scale has none']),

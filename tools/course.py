@@ -33,6 +33,7 @@ PARTS = { # number of the first chapter -> heading
     23: 'Part IV · Few bits',
     29: 'Part V · What breaks today',
     33: 'Part VI · Deciding',
+    36: 'Part VII · A real model',
     84: 'Appendix'}
 
 

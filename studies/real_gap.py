@@ -1,0 +1,78 @@
+"""Which operation makes a sampler in BF16 and a trainer in FP32 disagree? (chapter 38)
+
+SmolLM2-135M, whose weights are numbers of BF16, reads a text of 128 tokens; the outputs of one kind
+of module are rounded to BF16, or the whole model computes in half. The
+value is the root of the mean square of the change of the tokens' log-probabilities, in nats. A
+seed is a text, as in `real_formats`.
+"""
+import copy
+from contextlib import ExitStack
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from mpcourse.real import rounded
+from real_formats import SEEDS, loaded
+
+KINDS = {
+    'norms': '*norm', 'q k v o': 'layers.*.self_attn.*_proj',
+    'gate up down': 'layers.*.mlp.*_proj', 'residual stream': [f'layers.{i}' for i in range(30)],
+    'logits': 'lm_head'}
+FROM_BELOW = ['logits', 'residual stream', 'norms', 'gate up down', 'q k v o']
+CURED = {' and '.join(FROM_BELOW[:n]): FROM_BELOW[n:] for n in range(1, 4)}
+SOME = {'all': list(KINDS), 'residual stream, blocks 11 to 27': [],
+        **{f'all but {cured}': kinds for cured, kinds in CURED.items()},
+        **{f'all but {k}': [o for o in KINDS if o != k] for k in KINDS if k != 'logits'}}
+ROWS = [*KINDS, *SOME, 'BF16 model', 'BF16 model, FP32 logits', 'FP16 model', 'autocast BF16']
+
+
+@cache
+def with_bf16_weights():
+    "The model in FP32, whose weights are numbers of BF16; and texts"
+    model, texts = loaded()
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters(): p.copy_(p.bfloat16())
+    return model, texts
+
+
+def log_probs(logits, ids):
+    "Of the tokens that the text has, without the first two"
+    return logits[0, 1:-1].double().log_softmax(-1).gather(-1, ids[0, 2:, None])[:, 0]
+
+
+def whole(row, ids):
+    "The logits of a model that is half, or under autocast"
+    model, _ = with_bf16_weights()
+    if 'autocast' in row:
+        with torch.autocast('cpu', torch.bfloat16): return model(ids)
+    low = copy.deepcopy(model).to(torch.float16 if 'FP16 model' in row else torch.bfloat16)
+    if 'FP32 logits' not in row: return low(ids)
+    seen = []
+    low.lm_head.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    low(ids)
+    return F.linear(seen[0].float(), model.lm_head.weight)
+
+
+def run(row, seed):
+    "The difference from FP32"
+    model, texts = with_bf16_weights()
+    ids = texts[seed:seed + 1]
+    with torch.no_grad(), ExitStack() as stack:
+        exact = log_probs(model(ids), ids)
+        for kind in SOME.get(row, [row]):
+            if kind in KINDS: stack.enter_context(rounded(model, to_bf16, KINDS[kind], outputs=True))
+        if 'blocks' in row:
+            stack.enter_context(rounded(model, to_bf16, KINDS['residual stream'][11:28], outputs=True))
+        logits = whole(row, ids) if 'model' in row or 'autocast' in row else model(ids)
+        change = log_probs(logits, ids) - exact
+    return dict(rms=change.square().mean().sqrt().item(), sum=change.sum().item(), worst=change.abs().max().item())
+
+
+def to_bf16(t): return t.bfloat16().to(t.dtype)
+
+
+if __name__ == '__main__':
+    from runner import main
+    main(run, ROWS, SEEDS)
