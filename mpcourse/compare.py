@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['SCHEMES', 'lost_share', 'verdict', 'Training', 'toy_training', 'measured_scale', 'with_floor', 'by_layer',
            'scaled_by', 'rounded_once', 'stored_in', 'at_output', 'converted', 'scheme_name', 'find_step', 'scored',
-           'train_scheme', 'attempt', 'compare_schemes', 'verdicts', 'summary', 'plot_shares', 'compare_html',
-           'stored_shares', 'standings']
+           'train_scheme', 'attempt', 'compare_schemes', 'verdicts', 'summary', 'plot_shares', 'compare_html']
 
 # %% ../nbs/33_compare.ipynb #276efcee
 import json, math

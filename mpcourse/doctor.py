@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from .formats import same_bits
+from .real import smollm2_here
 from .rounding import quantize
 from .tensorcore import CORES, gpu_matmul
 
@@ -139,6 +140,7 @@ class Report:
     bf16_speed: float           # the same for BF16
     tf32: str                   # whether FP32 products may run in TF32
     torchvision: str            # '' if it imports or is absent, else the error
+    weights: str = ''           # whether the real model of chapter 36 is here, in words
     advice: list = field(default_factory=list) # sentences
 
 # %% ../nbs/91_doctor.ipynb #4400aa24
@@ -197,7 +199,8 @@ def examine() -> Report: # what was found, with advice
         fp16_speed=speed_ratio(torch.float16, device),
         bf16_speed=speed_ratio(torch.bfloat16, device),
         tf32=tf32_setting(),
-        torchvision=vision)
+        torchvision=vision,
+        weights=smollm2_here())
     r.advice = recommend(r)
     return r
 
@@ -215,7 +218,7 @@ def report_rows(
             ('devices', '; '.join(r.devices) or 'no accelerator'),
             ('casts to', ' '.join(have)), ('lacks', ' '.join(lack) or 'none'),
             ('FP16 matmul', in_words(r.fp16_speed)), ('BF16 matmul', in_words(r.bf16_speed)),
-            ('TF32', r.tf32)]
+            ('TF32', r.tf32), ('real model', r.weights)]
 
 # %% ../nbs/91_doctor.ipynb #8daa218f
 def doctor() -> Report: # what was printed, as a `Report`

@@ -54,7 +54,7 @@ def _validate_fields(
 @dataclass(frozen=True)
 class FloatFormat:
     "A binary floating-point format: the widths of its fields and what its extreme codes mean"
-    exp_bits:int # width of the exponent field, 1 to 10 bits; with 1 the spacing is the same everywhere
+    exp_bits:int # width of the exponent field, 1 to 10 bits; 1: equal spacing everywhere
     man_bits:int # width of the fraction field, 0 to 52 bits
     name:str = field(default='', compare=False) # how tables and plots call it; 'eXmY' if empty
     kind:str = 'ieee' # 'ieee', 'fn', 'fnuz', 'finite' or 'scale': see the table in chapter 01

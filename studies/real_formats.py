@@ -30,17 +30,20 @@ CASTS = {
     'E5M2 tensor': CastConfig('e5m2', TENSOR, fp32_scale),
     'MXFP8': CastConfig('e4m3', (1, 32), e8m0_ceil), 'NVFP4': CastConfig('e2m1', (1, 16), nvfp4_scale),
     'MXFP4': CastConfig('e2m1', (1, 32), e8m0_ceil), 'MXFP4 floor': CastConfig('e2m1', (1, 32), e8m0_floor),
-    'INT4 token': CastConfig(INT4, TOKEN, fp32_scale)}
-CURES = ['W8A8 tensor', 'W8A8 token', 'W8A8 tensor, four layers BF16', 'W8A8 tensor, rotated',
-         'W8A8 tensor, smoothed', 'W8A8 tensor, first token BF16']
-TURNED = {f'{name}, rotated {n}': (name, n) for name in ('INT8 tensor', 'INT4 token', 'NVFP4', 'MXFP4')
-          for n in (16, 64)}
+    'INT4 token': CastConfig(INT4, TOKEN, fp32_scale), 'INT4 of 16': CastConfig(INT4, (1, 16), fp32_scale),
+    'E2M1 token': CastConfig('e2m1', TOKEN, fp32_scale), 'E2M1 of 16': CastConfig('e2m1', (1, 16), fp32_scale)}
+CURES = ['W8A8 tensor', 'W8A8 token', 'W8A8 tensor, four layers unrounded', 'W8A8 tensor, rotated',
+         'W8A8 tensor, smoothed', 'W8A8 tensor, first token unrounded', 'E4M3 W8A8 tensor']
+TURNED = {f'{name}, rotated {n}': (name, n)
+          for name in ('INT4 token', 'INT4 of 16', 'E2M1 token', 'E2M1 of 16', 'MXFP4', 'NVFP4') for n in (16, 64)}
 KEPT = {'INT8': INT8, 'E4M3': 'e4m3', 'INT4': INT4}
-WAYS = {'token': TOKEN, 'channel': (128, 1)}
-CACHE = [f'cache {fmt} {way}' for fmt in KEPT for way in WAYS]
+WAYS = {'token': TOKEN, 'channel': (128, 1), 'channel of 32': (32, 1)}
+CACHE = ['cache E4M3 unscaled', *(f'cache {fmt}, {way}' for fmt in KEPT for way in WAYS), 'cache INT4, mixed']
+ONLY = {f'block {b}': [f'layers.{b}.mlp.down_proj'] for b in range(30)} | {
+    'the four': FOUR, 'all down_proj': 'layers.*.down_proj'}
 WRONG = [f'errors of {name}' for name in ('INT8 tensor', 'INT8 token', 'E4M3 tensor', 'NVFP4', 'MXFP4')]
-ROWS = ['sizes', *WRONG, 'FP32', *CASTS, 'INT8 tensor, only the four', 'INT8 tensor, not the four',
-        'INT8 tensor, no down_proj', *CURES, *TURNED, *CACHE, 'cache INT4 mixed']
+ROWS = ['sizes', *WRONG, 'FP32', *CASTS, *(f'INT8 tensor, only {some}' for some in ONLY),
+        'INT8 tensor, not the four', *CURES, *TURNED, *CACHE]
 
 
 @cache
@@ -94,8 +97,9 @@ def whole(row, name, module, args, out):
     "A layer with weights and inputs of eight bits"
     x, w = args[0], module.weight
     if 'four' in row and name in FOUR: return None
-    by_row = CastConfig(INT8, TOKEN, fp32_scale)
-    cast = INT8_TOKEN if 'token' in row.split(',')[0] else INT8_TENSOR
+    by_row, cast = INT8_TOKEN, INT8_TENSOR
+    if 'token' in row.split(',')[0]: cast = INT8_TOKEN
+    if 'E4M3' in row: by_row, cast = CASTS['E4M3 token'], CASTS['E4M3 tensor']
     if 'smoothed' in row:
         s = smoothing()[name]
         x, w = x/s, w*s
@@ -116,15 +120,14 @@ def switched(row, model):
     def one(cast, names, outputs=False): stack.enter_context(rounded(model, cast, names, outputs))
     def widened(x, cast): return cast(x).float()
     if row in CASTS: one(partial(widened, cast=CASTS[row]), LINEAR)
-    if row == 'INT8 tensor, only the four': one(INT8_TENSOR, FOUR)
+    if 'only' in row: one(INT8_TENSOR, ONLY[row.partition('only ')[2]])
     if row == 'INT8 tensor, not the four': one(INT8_TENSOR, [n for n in layers(model) if n not in FOUR])
-    if row == 'INT8 tensor, no down_proj':
-        one(INT8_TENSOR, [n for n in layers(model) if 'down_proj' not in n])
-    if row == 'cache INT4 mixed':
-        one(CastConfig(INT4, WAYS['channel'], fp32_scale), '*k_cache')
+    if row == 'cache INT4, mixed':
+        one(CastConfig(INT4, WAYS['channel of 32'], fp32_scale), '*k_cache')
         one(CastConfig(INT4, WAYS['token'], fp32_scale), '*v_cache')
-    elif row.startswith('cache'):
-        _, fmt, way = row.split()
+    elif row == 'cache E4M3 unscaled': one(CASTS['E4M3 unscaled'], '*_cache')
+    elif row in CACHE:
+        fmt, way = row.removeprefix('cache ').split(', ')
         one(CastConfig(KEPT[fmt], WAYS[way], fp32_scale), '*_cache')
     if row in CURES:
         for n, m in layers(model).items():

@@ -17,14 +17,15 @@ from real_formats import SEEDS, loaded
 
 KINDS = {
     'norms': '*norm', 'q k v o': 'layers.*.self_attn.*_proj',
-    'gate up down': 'layers.*.mlp.*_proj', 'residual stream': [f'layers.{i}' for i in range(30)],
+    'gate up down': 'layers.*.mlp.*_proj', 'residual stream': [f'layers.{i}{part}' for i in range(30) for part in ('.between', '')],
     'logits': 'lm_head'}
 FROM_BELOW = ['logits', 'residual stream', 'norms', 'gate up down', 'q k v o']
 CURED = {' and '.join(FROM_BELOW[:n]): FROM_BELOW[n:] for n in range(1, 4)}
 SOME = {'all': list(KINDS), 'residual stream, blocks 11 to 27': [],
         **{f'all but {cured}': kinds for cured, kinds in CURED.items()},
         **{f'all but {k}': [o for o in KINDS if o != k] for k in KINDS if k != 'logits'}}
-ROWS = [*KINDS, *SOME, 'BF16 model', 'BF16 model, FP32 logits', 'FP16 model', 'autocast BF16']
+ROWS = [*KINDS, *SOME, 'BF16 model', 'BF16 model, FP32 logits', 'BF16 model, FP32 stream',
+        'BF16 model, FP32 stream, FP32 logits', 'FP16 model', 'autocast BF16']
 
 
 @cache
@@ -48,11 +49,21 @@ def whole(row, ids):
     if 'autocast' in row:
         with torch.autocast('cpu', torch.bfloat16): return model(ids)
     low = copy.deepcopy(model).to(torch.float16 if 'FP16 model' in row else torch.bfloat16)
+    if 'FP32 stream' in row: widen(low)
     if 'FP32 logits' not in row: return low(ids)
     seen = []
     low.lm_head.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
     low(ids)
     return F.linear(seen[0].float(), model.lm_head.weight)
+
+
+def widen(low):
+    "Hooks that keep the residual stream of a model in BF16 in FP32; what the norms return is BF16 again"
+    def bf16(module, args): return tuple(a.bfloat16() for a in args)
+    low.embed_tokens.register_forward_hook(lambda m, args, out: out.float())
+    for name, m in low.named_modules():
+        if name.endswith('norm'): m.register_forward_hook(lambda m, args, out: out.bfloat16())
+        if name.endswith('self_attn'): m.register_forward_pre_hook(bf16)
 
 
 def run(row, seed):
@@ -64,7 +75,7 @@ def run(row, seed):
         for kind in SOME.get(row, [row]):
             if kind in KINDS: stack.enter_context(rounded(model, to_bf16, KINDS[kind], outputs=True))
         if 'blocks' in row:
-            stack.enter_context(rounded(model, to_bf16, KINDS['residual stream'][11:28], outputs=True))
+            stack.enter_context(rounded(model, to_bf16, KINDS['residual stream'][22:56], outputs=True))
         logits = whole(row, ids) if 'model' in row or 'autocast' in row else model(ids)
         change = log_probs(logits, ids) - exact
     return dict(rms=change.square().mean().sqrt().item(), sum=change.sum().item(), worst=change.abs().max().item())

@@ -6,7 +6,7 @@ from conftest import each
 
 
 HERE = Path(__file__).parent
-ROWS = [f'M{i}' for i in range(1, 32)] + [f'P{i}' for i in range(1, 17)] + [f'N{i}' for i in (*range(1, 26), 29, 33, 34)]
+ROWS = [f'M{i}' for i in range(1, 32)] + [f'P{i}' for i in range(1, 17)] + [f'N{i}' for i in (*range(1, 26), 29, 33, 34, 35)]
 LINES = [[c.strip() for c in l.strip('|').split('|')] for l in (HERE/'mission.md').read_text(encoding='utf-8').splitlines()
          if re.match(r'\| [MPN]\d', l)]
 
