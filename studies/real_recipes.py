@@ -1,4 +1,4 @@
-"""Every recipe for eight and four bits on a real language model (page 94)
+"""What does each recipe for eight and four bits cost a real language model? (page 94)
 
 SmolLM2-135M under `simulate_fp8`: all products but the logits, attention's among them. A seed is a
 text of `real_formats`; the value is its mean loss in nats. Only the forward pass is tried.
