@@ -778,6 +778,78 @@ WRONG = {
             rest = keys - keys.mean(0)
             scale = rest.abs().amax(-1, keepdim=True)/7
             return (rest/scale).round()*scale""", 'lambda keys: keys'),
+    # 36: counts zeros that were there; half a step is a step
+    'check_int8_zeros': ('lambda x: ((x/(x.abs().max()/127)).round() == 0).float().mean()', 'lambda x: (x.abs() < x.abs().max()/127).sum()/(x != 0).sum()'),
+    # 36: the same factor on both sides; balances the wrong way round; changes nothing
+    'check_smooth': ("""
+        def smooth(x, w):
+            factor = (x.abs().amax(0)/w.abs().amax(0)).sqrt()
+            return x/factor, w/factor""", """
+        def smooth(x, w):
+            factor = x.abs().amax(0)
+            return x/factor, w*factor""", 'lambda x, w: (x, w)'),
+    # 36: rounds without a straight gradient, so that the first layer stands still; rounds the weights' layer once only
+    'check_train_rounded': ("""
+        def train_rounded(net, data, cast):
+            linear = [n for n, m in net.named_modules() if isinstance(m, nn.Linear)]
+            for x, y in data:
+                with rounded(net, cast, linear): loss = F.cross_entropy(net(x), y)
+                net.zero_grad()
+                loss.backward()
+                for p in net.parameters(): p.data -= .1*(p.grad if p.grad is not None else 0)
+            return loss.item()""", """
+        def train_rounded(net, data, cast):
+            for x, y in data:
+                loss = F.cross_entropy(net(cast(x)), y)
+                net.zero_grad()
+                loss.backward()
+                for p in net.parameters(): p.data -= .1*p.grad
+            return loss.item()"""),
+    # 37: does not round the sum; only up
+    'check_can_move': ('lambda w, rate: w + rate != w', """
+        def can_move(w, rate):
+            w = w.bfloat16()
+            return (w + rate).bfloat16() != w"""),
+    # 37: never rounds; rounds to nearest always
+    'check_fit_bf16': ("""
+        def fit_bf16(net, data, rate, rounding):
+            opt = torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0)
+            for x, y in data:
+                opt.zero_grad()
+                cross_entropy(net(x), y).backward()
+                opt.step()
+            return 1.""", """
+        def fit_bf16(net, data, rate, rounding):
+            opt = torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0)
+            for x, y in data:
+                opt.zero_grad()
+                cross_entropy(net(x), y).backward()
+                opt.step()
+                for p in net.parameters(): p.data = quantize(p.data, 'bf16')
+            return .1"""),
+    # 38: a mean; the other way round
+    'check_text_ratio': ('lambda a, b: (a - b).mean().exp().item()', 'lambda a, b: (b - a).sum().exp().item()'),
+    # 38: adds the sizes; the reciprocal
+    'check_adds_up': ('lambda change, kinds: change(kinds)/sum(change([k]) for k in kinds)', 'lambda change, kinds: sum(change([k])**2 for k in kinds)**.5/change(kinds)'),
+    # 38: no weights, so the sampler's favourite wins; the inverse ratio
+    'check_train': ("""
+        def train(logits, sampler, rewards):
+            opt = torch.optim.SGD([logits], lr=1.)
+            for _ in range(300):
+                arms = torch.multinomial(sampler.softmax(-1), 500, replacement=True)
+                opt.zero_grad()
+                (-rewards[arms]*logits.log_softmax(-1)[arms]).mean().backward()
+                opt.step()
+            return logits""", """
+        def train(logits, sampler, rewards):
+            opt = torch.optim.SGD([logits], lr=1.)
+            for _ in range(300):
+                arms = torch.multinomial(sampler.softmax(-1), 500, replacement=True)
+                ratio = (sampler.log_softmax(-1) - logits.log_softmax(-1))[arms].exp()
+                opt.zero_grad()
+                (-ratio*rewards[arms]).mean().backward()
+                opt.step()
+            return logits"""),
 }
 
 # do nothing of what is asked (train, choose, measure), and were taken once: a constant, random numbers, what was given, something for one case alone
