@@ -1,11 +1,10 @@
 """What the instruments cost on a model of 134 million weights: in training steps of it, and gigabytes of the process's peak.
 
 SmolLM2-135M reads 128 tokens with two threads; a training step is a forward and a backward pass in FP32, without an optimizer."""
-import multiprocessing as mp
 import resource, time
 
 import torch
-from harness import Row
+from harness import alone, Row
 from mpcourse.fp8 import simulate_fp8
 from mpcourse.overflow import find_overflow
 from mpcourse.real import load_smollm2, read_texts, text_loss
@@ -44,19 +43,11 @@ def measured(job, pipe):
     pipe.send((*times, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**20))
 
 
-def alone(job):
-    here, there = mp.Pipe()
-    p = mp.get_context('spawn').Process(target=measured, args=(job, there))
-    p.start()
-    p.join()
-    return here.recv()
-
-
 def bench_real():
     "Time and peak memory of each instrument, in a process of its own"
     rows = []
     for name, job in JOBS.items():
-        plain, seconds, peak = alone(job)
+        plain, seconds, peak = alone(measured, job)
         rows.append(Row(f'{name}, in steps', seconds/plain, ms=dict(step=round(plain*1e3))))
         rows.append(Row(f'{name}, peak', peak, unit='GB'))
     return rows

@@ -2,12 +2,11 @@
 
 The model is a GPT under BF16's autocast with AdamW. Memory is the process's peak (`ru_maxrss`), imports included, with and
 without the watched step."""
-import multiprocessing as mp
 import resource, time
 from statistics import median
 
 import torch
-from harness import Row
+from harness import alone, Row
 from mpcourse.sanitizer import sanitize
 from mpcourse.toys import CharTransformer, cross_entropy, seeded
 
@@ -53,19 +52,11 @@ def measured(job, kw, bs, context, repeats, pipe):
     pipe.send((median(times), grown, weights))
 
 
-def alone(job, *args):
-    here, there = mp.Pipe()
-    p = mp.get_context('spawn').Process(target=measured, args=(job, *args, there))
-    p.start()
-    p.join()
-    return here.recv()
-
-
 def bench_sanitizer():
     "Time and memory of a watched step"
     rows = []
     for name, args in SIZES.items():
-        (step, _, weights), (watch, grown, _), (wait, _, _) = (alone(job, *args) for job in (plain, watched, waited))
+        (step, _, weights), (watch, grown, _), (wait, _, _) = (alone(measured, job, *args) for job in (plain, watched, waited))
         large = weights > 5e7
         ms = dict(step=round(step*1e3), watched=round(watch*1e3), waited=round(wait*1e3))
         rows.append(Row(f'{name}: a watched step in steps', watch/step, at_most=6 if large else None, ms=ms))

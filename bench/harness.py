@@ -1,4 +1,5 @@
 """What a benchmark needs: interleaved timings, and rows that know their bound."""
+import multiprocessing as mp
 import statistics, time
 from dataclasses import asdict, dataclass, field
 
@@ -26,6 +27,18 @@ class Row:
 
     def json(self):
         return asdict(self) | dict(value=round(self.value, 4), bound=self.bound, ok=self.ok)
+
+
+def alone(
+    f,     # (*args, pipe) -> None; it sends its result through the pipe
+    *args, # for f
+): # what came
+    "Run a function in a process of its own, whose peak of memory is then its own"
+    here, there = mp.Pipe()
+    p = mp.get_context('spawn').Process(target=f, args=(*args, there))
+    p.start()
+    p.join()
+    return here.recv()
 
 
 def medians(
