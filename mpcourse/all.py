@@ -46,10 +46,12 @@ from .plots import *  # noqa: F403
 from .watch import *  # noqa: F403
 from .real import *  # noqa: F403
 from .gap import *  # noqa: F403
+from .testing import *  # noqa: F403
+from .conform import *  # noqa: F403
 
 # %% ../nbs/93_all.ipynb #a27af561
 MODULES = '''formats rounding toys failures tensorcore emulate recipe half master scaler step callback
              checkpoint dynamic policies simulator gradscaler monitor underflow overflow sanitizer als layerwise
              accumulate distributed learner zoo unit unit_models fp8 fourbits remainders compare
-             advise cases plots watch real gap'''.split()
+             advise cases plots watch real gap testing conform'''.split()
 __all__ = [name for m in MODULES for name in sys.modules[f'mpcourse.{m}'].__all__]

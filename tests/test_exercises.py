@@ -850,6 +850,14 @@ WRONG = {
                 (-ratio*rewards[arms]).mean().backward()
                 opt.step()
             return logits"""),
+    # 39: not rounded; the ends of the interval of one spacing
+    'check_right_ends': ('lambda ref, err: (ref - err, ref + err)', "lambda ref, err: (quantize(ref, 'bf16'), quantize(ref + err, 'bf16'))"),
+    # 39: only the side; only the size
+    'check_truncated': ('lambda out, ref: bool((out.abs() <= ref.abs()).all())', 'lambda out, ref: bool((out != ref).double().mean() >= .25)'),
+    # 40: asks infinity; the other way round
+    'check_overflow_fate': ("lambda cast: 'nan' if cast(torch.tensor([torch.inf])).isnan().any() else 'saturate'", "lambda cast: 'saturate' if cast(torch.tensor([480.])).isnan().any() else 'nan'"),
+    # 40: half the distance; the mean of all
+    'check_midpoints': ('lambda v: (v[1:] - v[:-1])/2', 'lambda v: v.mean()[None]'),
 }
 
 # do nothing of what is asked (train, choose, measure), and were taken once: a constant, random numbers, what was given, something for one case alone

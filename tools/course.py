@@ -34,6 +34,7 @@ PARTS = { # number of the first chapter -> heading
     29: 'Part V · What breaks today',
     33: 'Part VI · Deciding',
     36: 'Part VII · A real model',
+    39: 'Part VIII · Kernels and casts',
     84: 'Appendix'}
 
 
