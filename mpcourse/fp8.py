@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from .dynamic import validate_number, validate_steps
-from .formats import e8m0, get_format
+from .formats import e8m0, FloatFormat, get_format
 from .half import HALVES, validate_not_scripted
 from .rounding import quantize
 from .scaler import LossScaler
@@ -65,7 +65,7 @@ def e8m0_floor(
 @dataclass(frozen=True)
 class CastConfig:
     "How a tensor is cast to few bits. A tile with an infinity or a NaN becomes NaN"
-    fmt: str = 'e4m3'           # of the entries
+    fmt: str|FloatFormat = 'e4m3'   # of the entries
     tile: tuple|None = None     # (rows, columns) of one scale; columns None: whole rows; None: all
     scale: Callable = no_scale  # (amax of each tile, of the matrix, format, tiles) -> divisor
     rounding: str = 'nearest'   # as for `quantize`
@@ -111,6 +111,21 @@ class CastConfig:
         y = entries*scale
         if self.tile is None: return y.view(x.shape)
         return y.flatten(-4, -3).flatten(-2)[..., :x.shape[-2], :x.shape[-1]]
+
+# %% ../nbs/27_fp8.ipynb #f49ef731
+@patch
+@torch.no_grad()
+def statistics(self:CastConfig,
+    x:Tensor, # (…, rows, columns)
+)->dict: # 'scale', 'clipped', 'flushed': one number a tile, shares of its nonzero numbers
+    "Scales and losses of a cast, tile by tile"
+    entries, scale = self.parts(x)
+    t = self.tiles(x.float())
+    there = (t != 0).sum((-3, -1)).clamp(min=1)
+    clipped = (t/scale).abs() > get_format(self.fmt).max*(1 + 2.**-20)
+    flushed = (entries == 0) & (t != 0)
+    def share(mask): return (mask.sum((-3, -1))/there).flatten()
+    return dict(scale=scale.flatten(), clipped=share(clipped), flushed=share(flushed))
 
 # %% ../nbs/27_fp8.ipynb #3ea89864
 class DelayedScale(nn.Module):
@@ -190,6 +205,16 @@ RECIPES = {
         CastConfig(tile=(1, 128), scale=fp32_scale), source='DeepSeek-V3, arXiv 2412.19437'),
     'mx': _alike('TransformerEngine 2.8, MXFP8BlockScaling', tile=(1, 32), scale=e8m0_ceil),
     'mx_floor': _alike('OCP Microscaling 1.0', tile=(1, 32), scale=e8m0_floor)}
+
+# %% ../nbs/27_fp8.ipynb #b26324c6
+INT8 = FloatFormat(1, 6, 'int8', 'finite', bias=-5)     # the whole numbers from −127 to 127
+INT4 = FloatFormat(1, 2, 'int4', 'finite', bias=-1)     # from −7 to 7
+
+_token = CastConfig(INT8, (1, None), fp32_scale)        # a row of x; a row of w is a channel
+INT_RECIPES = {
+    'w8a8': Recipe(_token, _token, _token, source='absmax by row and column, arXiv 2208.07339'),
+    'w4a8': Recipe(
+        _token, CastConfig(INT4, (1, 32), fp32_scale), _token, source='W8A8, INT4 weights')}
 
 # %% ../nbs/27_fp8.ipynb #16fa3626
 def _same(t): return t

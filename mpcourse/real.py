@@ -18,12 +18,7 @@ from tempfile import TemporaryDirectory
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
 
-from .formats import FloatFormat
 from .monitor import match_names
-
-# %% ../nbs/36_real.ipynb #c620cb1c
-INT8 = FloatFormat(1, 6, 'int8', 'finite', bias=-5) # the whole numbers from −127 to 127
-INT4 = FloatFormat(1, 2, 'int4', 'finite', bias=-1) # from −7 to 7
 
 # %% ../nbs/36_real.ipynb #8ffe506e
 @contextmanager

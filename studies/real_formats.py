@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from mpcourse.fourbits import hadamard, nvfp4_scale
-from mpcourse.fp8 import CastConfig, e8m0_ceil, e8m0_floor, fp32_scale
-from mpcourse.real import INT4, INT8, load_smollm2, read_texts, rounded
+from mpcourse.fp8 import INT4, INT8, CastConfig, e8m0_ceil, e8m0_floor, fp32_scale
+from mpcourse.real import load_smollm2, read_texts, rounded
 
 SEEDS = range(10)
 LINEAR = 'layers.*_proj'

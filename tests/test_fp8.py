@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from mpcourse.emulate import chunked_matmul, emulate_format
 from mpcourse.formats import get_format, same_bits
 from mpcourse.half import model_to_half
-from mpcourse.fp8 import (RECIPES, CastConfig, DelayedScale, Recipe, e8m0_floor, e8m0_ceil, fp32_scale, fp8_attention, fp8_linear, fp8_matmul,
+from mpcourse.fp8 import (INT_RECIPES, RECIPES, CastConfig, DelayedScale, Recipe, e8m0_floor, e8m0_ceil, fp32_scale, fp8_attention, fp8_linear, fp8_matmul,
                           reduce_amax, simulate_fp8)
 from mpcourse.rounding import quantize
 from mpcourse.toys import char_transformer, cross_entropy, deep_sigmoid, relu_mlp
@@ -764,3 +764,36 @@ def test_a_weight_without_storage_is_refused_where_attention_stays():
     model, x = simulate_fp8(Mat(), 'current', attention=False), torch.randn(4, 8)
     with pytest.raises(ValueError, match='attention=True'):
         vmap(lambda w, x: functional_call(model, {'w': w}, (x,)), (0, None))(model.w[None], x)
+
+
+def test_w8a8_multiplies_whole_numbers():
+    "Integers of at most 127, their exact products, and one scale for each row of x and each row of w"
+    for s in range(5):
+        gen = torch.Generator().manual_seed(s)
+        x, w = torch.randn(16, 64, generator=gen), torch.randn(48, 64, generator=gen)
+        (xs, ws) = (t.abs().amax(1, True)/127 for t in (x, w))
+        xi, wi = (x/xs).round().long(), (w/ws).round().long()
+        assert max(xi.abs().max(), wi.abs().max()) == 127
+        want = (xi @ wi.T).double()*xs.double()*ws.double().T
+        y = fp8_linear(x, w, recipe=INT_RECIPES['w8a8'])
+        assert (y - want).abs().max() < 1e-5*want.abs().max()
+        wi = INT_RECIPES['w4a8'].w.parts(w)[0]
+        assert torch.equal(wi, wi.round()) and wi.abs().amax((-3, -1)).unique().tolist() == [7.]
+
+
+@pytest.mark.parametrize('name', ['mx', 'mx_floor', 'block', 'rowwise', 'tensorwise'])
+def test_statistics_are_those_of_brute_force(name):
+    cast = RECIPES[name].x
+    x = torch.randn(6, 100)*torch.logspace(-6, 6, 100)
+    x[2] = 0.
+    x[:, 64:] *= (torch.rand(6, 36) > .5)
+    got, y = cast.statistics(x), cast(x)
+    rows, columns = cast.tile or x.shape
+    blocks = [(slice(i, i + rows), slice(j, j + (columns or 100))) for i in range(0, 6, rows) for j in range(0, 100, columns or 100)]
+    assert all(len(v) == len(blocks) for v in got.values())
+    top = get_format(cast.fmt).max
+    for k, at in enumerate(blocks):
+        a, b = x[at], y[at]
+        there = max(int((a != 0).sum()), 1)
+        assert got['flushed'][k].item() == pytest.approx(int(((a != 0) & (b == 0)).sum())/there)
+        assert got['clipped'][k].item() == pytest.approx(int((a.abs() > top*got['scale'][k]*1.000001).sum())/there)
