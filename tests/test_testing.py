@@ -147,7 +147,11 @@ def test_a_function_takes_the_place_of_a_name():
     (lambda x: assert_rounded(x, 'softmax', x, order='H1000'), "There is no order 'H1000'"),
     (lambda x: assert_rounded(x[0], 'softmax', x), r'the shape \(8,\)'),
     (lambda x: assert_rounded(x, 'silu', x, grad=x), 'has no gradient here'),
-    (lambda x: assert_rounded(x, 'add', x.long(), x.long()), 'None of the inputs')])
+    (lambda x: assert_rounded(x, 'add', x.long(), x.long()), 'None of the inputs'),
+    (lambda x: assert_rounded(x, 'softmax', x, dim=0), "not 'dim'"), (lambda x: assert_rounded(x, 'layer_norm', x, (8,)), r'not \(8,\)'),
+    (lambda x: assert_rounded(x, 'softmax', x, grad=x, wrt=3), 'wrt=3'),
+    (lambda x: assert_rounded(x.sum(), 'cross_entropy', x, torch.full((4,), -100)), 'not among 0 to 7'),
+    (lambda x: assert_rounded(x @ x.T, 'matmul', x, x.T, scales=(torch.ones(4, 7), None)), '7 scales for 8')])
 def test_bad_input_gets_a_sentence(call, says):
     with pytest.raises((ValueError, TypeError), match=says): call(draw(4, 8))
 
@@ -155,3 +159,51 @@ def test_bad_input_gets_a_sentence(call, says):
 def test_it_needs_torch_and_numpy_alone():
     code = 'import sys, mpcourse.testing, mpcourse.conform; print([m for m in ("pandas", "matplotlib", "fastai", "IPython") if m in sys.modules])'
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout.strip() == '[]'
+
+
+def in_parts(x, w, step=7): return sum(x[:, i::step] @ w[i::step] for i in range(step))
+def begins_with_bias(x, w, b):
+    total = b.expand(len(x), len(w)).clone()
+    for k in range(x.shape[1]): total = total + x[:, k:k+1]*w[:, k]
+    return total
+def by_powers_of_two(x):
+    e = ((x - x.amax(-1, True))*1.4426950408889634).exp2()
+    return e/e.sum(-1, True)
+def last_block_is_short(a, b, s):
+    return sum(a[:, i:i+128] @ b[i:i+128]*s[:, i//128, None] for i in range(0, a.shape[1], 128))
+
+
+@pytest.mark.parametrize('kernel', range(10))
+def test_right_kernels_that_a_stranger_wrote_pass(kernel):
+    "Each failed once: what their results share, tails of blocks, subnormal products, masked rows"
+    for s in range(3):
+        a, b, scale, causal = draw(16, 300, s=s), draw(300, 24, s=s + 1), draw(16, 3, s=s).abs() + .1, torch.ones(20, 20).bool()
+        causal[0] = False
+        same, q, k = torch.full((64, 512), .3), draw(1, 20, 64, s=s), draw(1, 50, 64, s=s + 1)
+        x, w, bias, wide = .03*draw(16, 512, s=s), draw(16, 512, s=s + 1), 300*draw(16, s=s), 10*draw(4096, 128, s=s)
+        f, m = lambda x, w, u: F.silu(x @ w)*(x @ u), (draw(64, 4097, s=s), draw(4097, 1, s=s + 1)/64, draw(4097, 1, s=s + 2)/64)
+        cases = [
+            (last_block_is_short(a, b, scale), 'matmul', (a, b), dict(scales=(scale, None))),
+            (F.silu(torch.tensor([-88., -89., -95.])), 'silu', (torch.tensor([-88., -89., -95.]),), {}),
+            (same @ same.T, 'matmul', (same, same.T), {}), (a[:1].expand(16, -1) @ b, 'matmul', (a[:1].expand(16, -1), b), {}),
+            (F.rms_norm(1e-9*w, (512,), eps=1e-6), 'rms_norm', (1e-9*w,), {}), (by_powers_of_two(wide), 'softmax', (wide,), {}),
+            (1e-22*a @ (1e-22*b), 'matmul', (1e-22*a, 1e-22*b), {}), (begins_with_bias(x, w, bias), 'linear', (x, w, bias), {}),
+            (F.scaled_dot_product_attention(q, k, k, is_causal=True), 'attention', (q, k, k), dict(causal=True)),
+            (F.scaled_dot_product_attention(q, q, q, attn_mask=causal), 'attention', (q, q, q), dict(mask=causal))]
+        out, op, inputs, how = cases[kernel]
+        assert_rounded(out, op, *inputs, **how)
+        assert_rounded(F.silu(in_parts(*m[:2]))*in_parts(m[0], m[2]), f, *m)
+
+
+@pytest.mark.parametrize('eps', [0., 1e-6, 2e-5])
+def test_a_wrong_epsilon_is_seen_in_short_rows(eps):
+    x = draw(256, 256)
+    assert_rounded(F.layer_norm(x, (256,)), 'layer_norm', x)
+    assert verdict(F.layer_norm(x, (256,), eps=eps), 'layer_norm', x)
+
+
+def test_a_gradient_of_a_function():
+    x, g = draw(32, 64).requires_grad_(), draw(32, 64, s=1)
+    grad, = torch.autograd.grad(F.silu(x), x, g)
+    assert_rounded(grad, F.silu, x.detach(), grad=g)
+    assert verdict(1.001*grad, F.silu, x.detach(), grad=g)
