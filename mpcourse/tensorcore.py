@@ -32,6 +32,7 @@ class Core:
     instruction:str = ''        # its name in PTX, NVIDIA's assembly language
     source:str = ''             # GPUs whose outputs are equal
     rounding:str = 'toward_zero'    # 'nearest', for comparison: no GPU does it
+    rule:str = 'cut'            # AMD: 'pairs', 'pairs, flushed' or 'floor'
 
 _ROWS = [       # GPU, operands, sums, the fields of a Core
     ('V100', 'fp16', 'fp32', 4, 23, 23, 'mma.m8n8k4', 'V100'),
@@ -54,6 +55,13 @@ _ROWS = [       # GPU, operands, sums, the fields of a Core
     ('B200', 'e4m3 e5m2', 'fp32', 32, 25, 23, 'tcgen05.mma.k32', 'B200: one group'),
     ('B200', 'mxfp8', 'fp32', 32, 25, 23, 'tcgen05.mma.block32', 'the simulator alone'),
     ('B200', 'nvfp4', 'fp32', 4, 35, 23, 'tcgen05.mma.block16', 'the simulator alone')]
+
+for _gpu, _formats, _group, _rule in (      # AMD's, from the simulator alone
+        ('MI100', 'fp16', 4, 'pairs'), ('MI100', 'bf16', 2, 'pairs'),
+        ('MI200', 'fp16 bf16', 4, 'pairs, flushed'), ('MI300', 'fp16 bf16', 8, 'floor'),
+        ('MI300', 'tf32', 4, 'floor'), ('MI300', 'e4m3fnuz e5m2fnuz', 16, 'floor')):
+    _ROWS.append((_gpu, _formats, 'fp32', _group, 24, 23, 'mfma', 'the simulator alone',
+                  'toward_zero', _rule))
 
 CORES = {}      # (GPU, format of the operands, format of the sums) -> Core
 for _gpu, _formats, _sums, *_fields in _ROWS:
@@ -265,6 +273,63 @@ def _special(a, b, c):
     seen = signs(a) @ signs(b) + torch.where(c.isfinite(), 0., c)
     return torch.where(seen.isfinite(), 0., seen)
 
+# %% ../nbs/23_tensorcore.ipynb #cdb9d3c8
+#| code-fold: true
+def _flushed(x, tiny): return torch.where(x.abs() < tiny, x*0., x)
+
+def _pairs(a, b, c, core, fmts):
+    "c + a @ b as MI100 and MI200 add"
+    tiny = 0.
+    if 'flushed' in core.rule:
+        tiny = 2.**-126
+        a = _flushed(a, get_format(fmts[0]).tiny)
+        b = _flushed(b, get_format(fmts[1]).tiny)
+    s = _flushed(c, tiny)
+    for k in range(0, a.shape[-1], core.group):
+        now = slice(k, k + core.group)
+        p = _flushed(a[:, :, now, None]*b[:, None, now], tiny)
+        while p.shape[2] > 1: p = _flushed(p[:, :, ::2] + p[:, :, 1::2], tiny)
+        s = _flushed(s + p[:, :, 0], tiny)
+    return s
+
+# %% ../nbs/23_tensorcore.ipynb #b951eb4e
+#| code-fold: true
+def _whole(x, e, cut):
+    "x in units of 2^e, made whole"
+    unit = _power_(e.clamp(min=-1000), torch.float64)
+    return cut(x/unit)*unit
+
+def _group_sum(a, b, ea, eb, now):
+    "Sum of a group's products, cut 24 bits below the largest, and this one's exponent"
+    e = ea[:, :, now, None] + eb[:, None, now]
+    top = e.amax(2)
+    return _whole(a[:, :, now, None]*b[:, None, now], top[:, :, None] - 24, torch.trunc).sum(2), top
+
+def _floor(a, b, c, core, fmts):
+    "c + a @ b as MI300 adds"
+    ea = _exponent(a, get_format(fmts[0]).emin)
+    eb = _exponent(b, get_format(fmts[1]).emin)
+    a = a.double()
+    b = b.double()
+    s = c.double()
+    eight = get_format(fmts[0]).bits == 8
+    for k in range(0, a.shape[-1], core.group):
+        end = k + core.group
+        if eight:
+            even, top_even = _group_sum(a, b, ea, eb, slice(k, end, 2))
+            odd, top_odd = _group_sum(a, b, ea, eb, slice(k + 1, end, 2))
+            top = torch.maximum(top_even, top_odd)
+            total = _whole(even, top - 24, torch.floor) + _whole(odd, top - 24, torch.floor)
+        else: total, top = _group_sum(a, b, ea, eb, slice(k, end))
+        own = _exponent(s, -126).clamp(min=-126)
+        high = torch.maximum(top, own)
+        kept = _whole(s, high - 24, torch.floor)
+        if eight: kept = kept.where(own >= high - 25, 0.)
+        s = (_whole(total, high - 31, torch.floor) + kept).float().double()
+    return s.float()
+
+_AMD = {'pairs': _pairs, 'pairs, flushed': _pairs, 'floor': _floor}
+
 # %% ../nbs/23_tensorcore.ipynb #9f059463
 #| code-fold: true
 def _validate_promote(promote, core):
@@ -298,10 +363,13 @@ def _product(a, b, fmts, core, c):
     # a stride other than 1 would triple the time
     a = F.pad(a, (0, pad)).expand(*shape[:-2], -1, -1).flatten(0, -3).contiguous()
     b = F.pad(b, (0, 0, 0, pad)).expand(*shape[:-2], -1, -1).flatten(0, -3).contiguous()
-    ea = _exponent(a, get_format(fmts[0]).emin)
-    eb = _exponent(b, get_format(fmts[1]).emin)
-    wide = _beyond_fp32(a, b, fmts)
-    out = _running_sums(a, b, c.reshape(-1, *shape[-2:]), ea, eb, core, wide).view(shape)
+    c = c.reshape(-1, *shape[-2:])
+    if core.rule != 'cut': out = _AMD[core.rule](a, b, c, core, fmts).view(shape)
+    else:
+        ea = _exponent(a, get_format(fmts[0]).emin)
+        eb = _exponent(b, get_format(fmts[1]).emin)
+        wide = _beyond_fp32(a, b, fmts)
+        out = _running_sums(a, b, c, ea, eb, core, wide).view(shape)
     if special is not None: out = torch.where(special == 0, out, special)
     return out + 0.     # a sum of nothing is +0
 

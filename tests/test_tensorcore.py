@@ -17,7 +17,8 @@ GOLDEN = json.loads(gzip.decompress((Path(__file__).parent/'golden/tensorcores.j
 DTYPES = dict(fp16=torch.float16, bf16=torch.bfloat16, tf32=torch.float32, fp32=torch.float32, e4m3=torch.float8_e4m3fn, e5m2=torch.float8_e5m2)
 NAMES = dict(float16='fp16', bfloat16='bf16', float32='tf32', float8_e4m3fn='e4m3', float8_e5m2='e5m2')
 ROW_OF = dict(A2='A100', Ada='RTX 4090', L40S='RTX 4090', H200='H100')     # the same arithmetic
-KINDS = [(gpu, fmt) for gpu, fmt, acc in CORES if acc == 'fp32' and fmt not in ('mxfp8', 'nvfp4')]
+AMD = {row for row, core in CORES.items() if core.rule != 'cut'}
+KINDS = [(gpu, fmt) for gpu, fmt, acc in CORES if acc == 'fp32' and fmt not in ('mxfp8', 'nvfp4') and (gpu, fmt, acc) not in AMD]
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def test_equal_to_real_gpus(f):
 
 def test_the_files_cover_all_rows():
     seen = {(ROW_OF.get(f['gpu'], f['gpu']), f['fmt'], f['out']) for f in gpu_files()}
-    assert set(CORES) - seen == {('B200', 'mxfp8', 'fp32'), ('B200', 'nvfp4', 'fp32')}
+    assert set(CORES) - seen - AMD == {('B200', 'mxfp8', 'fp32'), ('B200', 'nvfp4', 'fp32')}
     assert len(gpu_files()) == 42 and len(GOLDEN['gpus']) == 48     # FP8 with FP16 sums on H100, H200, B200: no row
 
 
@@ -148,7 +149,7 @@ def drawn(fmt, shape, spread, gen):
     return quantize(x, fmt, 'toward_zero')
 
 
-@given(st.sampled_from(sorted(set(CORES) - {('B200', 'mxfp8', 'fp32'), ('B200', 'nvfp4', 'fp32')})), st.integers(1, 80),
+@given(st.sampled_from(sorted(set(CORES) - AMD - {('B200', 'mxfp8', 'fp32'), ('B200', 'nvfp4', 'fp32')})), st.integers(1, 80),
        st.sampled_from([None, 0, 3, 9]), st.sampled_from(['none', 'small', 'any']), st.integers(0, 10**6))
 @settings(max_examples=150, deadline=None)
 def test_equal_to_the_loop(row, k, spread, start, seed):
@@ -372,3 +373,29 @@ def test_a_core_with_more_bits_than_are_exact_is_refused():
     a, b = torch.ones(2, 32), torch.ones(32, 3)
     with pytest.raises(ValueError, match='bits=30'): gpu_matmul(a, b, Core(32, 30, 23), 'fp32')
     assert (gpu_matmul(a, b, Core(32, 29, 23), 'fp32') == 32).all()
+
+
+# --- AMD's matrix cores ---
+
+AMD_FILES = json.loads(gzip.decompress((Path(__file__).parent/'golden/amd.json.gz').read_bytes()))['files']
+
+
+@each('f', AMD_FILES)
+def test_amds_sums_are_the_simulators(f):
+    "Normal numbers, numbers of very different size, subnormal ones and zeros; the sum begins at c"
+    a, b = read(f['a'], torch.float32, f['n'], f['k']), read(f['b'], torch.float32, f['k'], f['n'])
+    c, want = (read(f[k], torch.float32, f['n'], f['n']) for k in 'cd')
+    got = gpu_matmul(a, b, f['gpu'], f['fmt'], c=c)
+    assert same_bits(got + 0., want + 0.)
+
+
+def test_the_files_cover_amds_rows(): assert {(f['gpu'], f['fmt'], 'fp32') for f in AMD_FILES} == AMD
+
+
+def test_a_layer_trains_with_amds_sums():
+    x, layer = torch.randn(64, 48), nn.Linear(48, 8)
+    want = torch.autograd.grad(layer(x).square().mean(), layer.weight)[0]
+    for gpu in ('MI100', 'MI200', 'MI300'):
+        with as_gpu(gpu, 'bf16'): got = torch.autograd.grad(layer(x).square().mean(), layer.weight)[0]
+        assert 0 < (got - want).norm() < .02*want.norm()
+    assert gpu_matmul(torch.full((1, 32), torch.inf), torch.ones(32, 1), 'MI300', 'fp16').item() == torch.inf
