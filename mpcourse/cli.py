@@ -42,6 +42,12 @@ def json_text(
     "One JSON object"
     return json.dumps(plain(x), indent=1, default=str)
 
+def json_line(
+    x, # as for `print_json`
+)->str:
+    "The same in one line, to be posted"
+    return json.dumps(plain(x), default=str)
+
 def plain(
     x, # as for `print_json`
 ): # the same, of types that JSON has
@@ -66,7 +72,10 @@ def doctor_command(
         if gpu: found = matching_cores()
         return print_json(asdict(examine()) | dict(cores_like=found))
     doctor()
-    if gpu: print('', *core_report(matching_cores()), sep='\n')
+    if not gpu: return
+    found = matching_cores()
+    print('', *core_report(found), '', 'To report these sums, post this line:', sep='\n')
+    print(json_line(asdict(examine()) | dict(cores_like=found)))
 
 # %% ../nbs/92_cli.ipynb #40cfa904
 def positive(

@@ -1,5 +1,5 @@
 "The doctor: it asks without importing, and its advice follows from what it found"
-import os, subprocess, sys
+import json, os, subprocess, sys
 from dataclasses import replace
 
 import pytest
@@ -88,5 +88,9 @@ def test_the_command_prints_what_the_gpu_is(monkeypatch, capsys):
     from mpcourse import cli
     monkeypatch.setattr(M, 'has_cuda', lambda: True)
     monkeypatch.setattr(M, 'doctor', lambda: None)
+    monkeypatch.setattr(M, 'examine', lambda: HERE)
     monkeypatch.setattr(M, 'matching_cores', lambda: dict(e4m3=['H100']))
-    assert cli.main(['doctor', '--gpu']) == 0 and 'E4M3: every bit is that of H100' in capsys.readouterr().out
+    assert cli.main(['doctor', '--gpu']) == 0
+    said = capsys.readouterr().out
+    assert 'E4M3: every bit is that of H100' in said
+    assert json.loads(said.splitlines()[-1])['cores_like']['e4m3'] == ['H100']
