@@ -1,5 +1,5 @@
 "CONTRIBUTING's recipes, followed to the letter in a copy of the tree: a new format, a new loss scaler"
-import json, shutil, subprocess, sys
+import json, re, shutil, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +69,10 @@ def test_a_scaler_passes_the_contract_once_it_is_named(tree):
     test = tree/'tests/test_scaler.py'
     edit(test, '\n\nPOLICIES = dict(', SCALER + 'POLICIES = dict(two_strikes=TwoStrikes, ')
     run(tree, 'pytest', '-q', '-p', 'no:cacheprovider', '-k', 'two_strikes', 'tests/test_scaler.py')
+
+
+def test_where_is_names_files_that_are_there():
+    "And the whole is short enough for a first day"
+    paths = [p.split(' ')[0] for p in re.findall(r'`((?:nbs|tests|tools|studies|mpcourse|bench|\.github)/[^`]*)`', CONTRIBUTING)]
+    assert len(paths) > 20 and not [p for p in paths if '*' not in p and p != 'studies/name.py' and not (ROOT/p).exists()]
+    assert len(CONTRIBUTING.encode()) <= 8*1024
