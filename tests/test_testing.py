@@ -100,9 +100,9 @@ def test_the_message_says_what_it_looks_like(spoil, word):
 
 
 def test_errors_that_do_not_cancel_are_found_where_each_is_small():
-    a, b = (torch.rand(64, 64, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    a, b = (torch.rand(*shape, generator=torch.Generator().manual_seed(s)) for s, shape in ((1, (64, 32)), (2, (32, 64))))
     total = torch.zeros(64, 64, dtype=torch.float64)
-    for k in range(64): total = quantize(total + a[:, k:k+1].double()*b[k].double(), 'fp32', 'toward_zero')
+    for k in range(32): total = quantize(total + a[:, k:k+1].double()*b[k].double(), 'fp32', 'toward_zero')
     assert 'do not cancel' in verdict(total.float(), 'matmul', a, b)
     assert not verdict(a @ b, 'matmul', a, b)
 
