@@ -65,6 +65,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; the aliases mark the na
     from .step import StepOutcome as StepOutcome
     from .tensorcore import as_gpu as as_gpu
     from .tensorcore import fp32_accumulate as fp32_accumulate
+    from .testing import assert_rounded as assert_rounded
     from .underflow import note_flushed as note_flushed
     from .underflow import probe_flushed as probe_flushed
     from .unit import assert_unit_scaled as assert_unit_scaled
@@ -96,6 +97,7 @@ _NAMES = {
     'simulator': ['load_trace', 'record_trace', 'replay', 'save_trace'],
     'step': ['MixedStep', 'StepOutcome'],
     'tensorcore': ['as_gpu', 'fp32_accumulate'],
+    'testing': ['assert_rounded'],
     'underflow': ['note_flushed', 'probe_flushed'],
     'unit': ['assert_unit_scaled'],
     'unit_models': ['unit_param_groups', 'unit_scale'],

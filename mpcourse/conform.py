@@ -133,7 +133,7 @@ def _of_ml_dtypes(fmt):
         return torch.tensor(y.astype(np.float32))
     return dtype and cast
 
-# %% ../nbs/40_conform.ipynb #727e5382
+# %% ../nbs/40_conform.ipynb #4b2c01ea
 #| code-fold: true
 def _of_gfloat(fmt, saturates=False):
     import gfloat
@@ -156,7 +156,9 @@ def _of_onnx(fmt, saturates=False):
     ends = [[h.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [None])] for n in 'xz']
     graph = h.make_graph([node, back], 'cast', *ends)
     run = ReferenceEvaluator(h.make_model(graph, opset_imports=[h.make_opsetid('', 21)])).run
-    return lambda x: torch.tensor(run(None, {'x': x.numpy()})[0])
+    def cast(x):
+        with np.errstate(invalid='ignore'): return torch.tensor(run(None, {'x': x.numpy()})[0])
+    return cast
 
 # %% ../nbs/40_conform.ipynb #25f843a2
 #| code-fold: true

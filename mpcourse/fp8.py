@@ -119,10 +119,15 @@ def statistics(self:CastConfig,
     x:Tensor, # (…, rows, columns)
 )->dict: # 'scale', 'clipped', 'flushed': one number a tile, shares of its nonzero numbers
     "Scales and losses of a cast, tile by tile"
-    entries, scale = self.parts(x)
+    fmt = get_format(self.fmt)
+    remembers = isinstance(self.scale, nn.Module) and self.scale.training
+    if remembers: self.scale.eval()
+    try: entries, scale = self.parts(x)
+    finally:
+        if remembers: self.scale.train()
     t = self.tiles(x.float())
     there = (t != 0).sum((-3, -1)).clamp(min=1)
-    clipped = (t/scale).abs() > get_format(self.fmt).max*(1 + 2.**-20)
+    clipped = (t/scale).abs() > fmt.max + 2.**(fmt.emax - fmt.man_bits - 1)
     flushed = (entries == 0) & (t != 0)
     def share(mask): return (mask.sum((-3, -1))/there).flatten()
     return dict(scale=scale.flatten(), clipped=share(clipped), flushed=share(flushed))
