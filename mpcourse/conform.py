@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['hard_inputs', 'conform', 'examine_library', 'write_vectors']
 
-# %% ../nbs/40_conform.ipynb #a408b770
+# %% ../nbs/40_conform.ipynb #0085dfe3
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
@@ -108,14 +109,16 @@ def conform(
     rule, off, want = best
     return Conformance(fmt, rule, len(x), list(zip(*(t[off].tolist() for t in (x, given, want)))))
 
-# %% ../nbs/40_conform.ipynb #7709c9e2
+# %% ../nbs/40_conform.ipynb #acf26568
 #| code-fold: true
 def _of_torch(fmt):
     dtype = get_format(fmt).dtype
     return dtype and (lambda x: x.to(dtype).float())
 
 def _of_torchao(fmt):
-    from torchao.float8.float8_utils import to_fp8_saturated
+    logging.disable(logging.WARNING)        # kernels for GPUs that torchao cannot load
+    try: from torchao.float8.float8_utils import to_fp8_saturated
+    finally: logging.disable(logging.NOTSET)
     dtype = get_format(fmt).dtype
     if get_format(fmt).bits != 8 or dtype is None: return None
     return lambda x: to_fp8_saturated(x, dtype).float()

@@ -264,7 +264,7 @@ def _attention_grad(g, q, k, v, inner=None, scale=None, **how):
     by_score = (p*(by_share - (p*by_share).sum())).rounded(inner)
     return (by_score @ k)*scale, (by_score.mT @ q)*scale, p.rounded(inner).mT @ g
 
-# %% ../nbs/39_testing.ipynb #9c5e6a23
+# %% ../nbs/39_testing.ipynb #6ad524c6
 #| code-fold: true
 def _silu(x):
     y = x/((-x).exp() + 1.)
@@ -272,7 +272,7 @@ def _silu(x):
 def _gelu(x): return x*((x*.5**.5).apply(torch.erf, 1.13) + 1.)*.5
 
 OPS = dict(     # name -> its formula, and that of its gradients
-    matmul=(_matmul, _matmul_grad), linear=(_linear, _linear_grad),
+    matmul=(_matmul, _matmul_grad), bmm=(_matmul, _matmul_grad), linear=(_linear, _linear_grad),
     softmax=(_softmax, _softmax_grad), log_softmax=(_log_softmax, _log_softmax_grad),
     cross_entropy=(_cross_entropy, _cross_entropy_grad),
     layer_norm=(_layer_norm, _layer_norm_grad), rms_norm=(_rms_norm, _rms_norm_grad),

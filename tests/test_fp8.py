@@ -791,7 +791,6 @@ def test_statistics_are_those_of_brute_force(name):
     rows, columns = cast.tile or x.shape
     blocks = [(slice(i, i + rows), slice(j, j + (columns or 100))) for i in range(0, 6, rows) for j in range(0, 100, columns or 100)]
     assert all(len(v) == len(blocks) for v in got.values())
-    top = get_format(cast.fmt).max
     for k, at in enumerate(blocks):
         a, b = x[at], y[at]
         there = max(int((a != 0).sum()), 1)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from mpcourse.fp8 import INT4, INT8
 from mpcourse.gap import attribute_gap, module_kinds
-from mpcourse.real import INT4, INT8, Llama, LlamaConfig, SMOLLM2, fetch_wheel, load_smollm2, read_texts, rounded, text_loss
+from mpcourse.real import Llama, LlamaConfig, SMOLLM2, fetch_wheel, load_smollm2, read_texts, rounded, text_loss
 from mpcourse.rounding import quantize
 
 SMALL = LlamaConfig(vocab=96, dim=24, hidden=48, layers=2, heads=3, kv_heads=1)
