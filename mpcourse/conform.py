@@ -17,20 +17,18 @@ from torch import Tensor
 from .formats import get_format
 from .rounding import quantize
 
-# %% ../nbs/40_conform.ipynb #a62c1d1a
+# %% ../nbs/40_conform.ipynb #abbcae79
 def hard_inputs(
     fmt:str, # name of a format
-)->Tensor: # float32, some 66,000
+)->Tensor: # float32, some 66,000; no NaN where the format has none
     "Every BF16 number; every midpoint of the format, and the FP32 numbers beside it"
+    f = get_format(fmt)
     codes = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     every = codes.view(torch.bfloat16).float()
-    f = get_format(fmt)
+    if not f.has_nan: every = every[~every.isnan()]
     own = f.decode(torch.arange(2**f.bits)) if f.bits <= 8 else every.double()
     own = own[own.isfinite()].unique()
-    step = own[-1] - own[-2]
-    # where overflow begins
-    own = torch.cat([own, own[-1:] + step, (own[:1] - step)[own[:1] < 0]])
-    own = own.sort().values
+    own = torch.cat([2*own[:1] - own[1:2], own, 2*own[-1:] - own[-2:-1]])
     middle = ((own[1:] + own[:-1])/2).float()
     up, down = (torch.nextafter(middle, torch.tensor(end)) for end in (torch.inf, -torch.inf))
     return torch.cat([every, middle, up, down])
@@ -83,23 +81,18 @@ class Conformance:
         return (f'{self.fmt:9}no rule: {len(self.differ):,} of {self.inputs:,} inputs differ from '
                 f'the nearest ({self.rule}), such as {x:g}, which became {got:g} and not {want:g}')
 
-# %% ../nbs/40_conform.ipynb #d6b93fc3
-def _inputs(fmt):
-    "Without NaN, where the format has none"
-    x = hard_inputs(fmt)
-    return x if get_format(fmt).has_nan else x[~x.isnan()]
-
+# %% ../nbs/40_conform.ipynb #19528c9a
 def conform(
     cast:Callable|Tensor, # float32 tensor -> its values in the format, or these for `hard_inputs`
     fmt:str, # name of a format
 )->Conformance:
     "Which rule does a cast follow?"
-    x = _inputs(fmt)
-    given = cast(x) if callable(cast) else cast
+    x = hard_inputs(fmt)
+    given = (cast(x) if callable(cast) else cast).float()
     if given.shape != x.shape: raise ValueError(
         f'{len(given):,} results were given, and {fmt} has {len(x):,} hard inputs: cast those of '
         'hard_inputs, in their order.')
-    given, best = given.float(), None
+    best = None
     for rule in rules(fmt):
         want = rule(x, fmt)
         same = (given == want) & (given.signbit() == want.signbit())
@@ -123,12 +116,12 @@ def _of_torchao(fmt):
     if get_format(fmt).bits != 8 or dtype is None: return None
     return lambda x: to_fp8_saturated(x, dtype).float()
 
-# %% ../nbs/40_conform.ipynb #d635c3ec
+# %% ../nbs/40_conform.ipynb #50f8d4ae
 #| code-fold: true
 def _of_ml_dtypes(fmt):
     import ml_dtypes
     f = get_format(fmt)
-    name = dict(bf16='bfloat16', e8m0='float8_e8m0fnu', e4m3='float8_e4m3fn').get(fmt)
+    name = dict(bf16='bfloat16', e4m3='float8_e4m3fn').get(fmt)
     if name is None: name = f'float{f.bits}_{fmt}' + 'fn'*(f.kind == 'finite')
     dtype = getattr(ml_dtypes, name, None)
     def cast(x):
@@ -185,7 +178,7 @@ def examine_library(
         raise ImportError(f'{name} is not installed here: pip install {e.name}.') from e
     return {fmt: conform(cast, fmt) for fmt, cast in casts.items() if cast}
 
-# %% ../nbs/40_conform.ipynb #8a803230
+# %% ../nbs/40_conform.ipynb #6f3d2b8a
 def write_vectors(
     path, # of a .npz file
 ):
@@ -194,7 +187,7 @@ def write_vectors(
     for fmt in CAST_TO:
         f = get_format(fmt)
         if f.bits > 8: continue
-        x = _inputs(fmt)
+        x = hard_inputs(fmt)
         arrays[f'{fmt}/inputs'] = x.numpy()
         for rule in rules(fmt):
             if rule.rounding != 'nearest' or not rule.subnormals: continue
@@ -202,13 +195,13 @@ def write_vectors(
             arrays[f'{fmt}/{rule.overflow}-{rule.infinity}'] = codes.astype(np.uint8)
     np.savez_compressed(path, **arrays)
 
-# %% ../nbs/40_conform.ipynb #72acb4d6
+# %% ../nbs/40_conform.ipynb #ffd66e58
 def save_inputs(
     path, # of a .npy file
     fmt:str, # name of a format
 ):
-    "The hard inputs of a format, as float32; without NaN where it has none"
-    np.save(path, _inputs(fmt).numpy())
+    "The hard inputs of a format, as float32"
+    np.save(path, hard_inputs(fmt).numpy())
 
 def without_rule(
     found, # of Conformance

@@ -172,15 +172,16 @@ def _scaled(x, weight, bias=None):
     y = x if weight is None else x*weight
     return y if bias is None else y + bias
 
-# %% ../nbs/39_testing.ipynb #9c15fe30
+# %% ../nbs/39_testing.ipynb #c949046e
 #| code-fold: true
 def _flat(x): return Bounded(x.value.flatten(0, -2), x.err.flatten(0, -2), x.arith)
 
 def _linear(x, weight, bias=None):
     y = x @ weight.mT
     if bias is None: return y
-    grown = sum_factor(x.value.shape[-1])*x.arith.u*bias.value.abs()    # if the sum begins with it
-    return Bounded(y.value, y.err + grown, x.arith) + bias
+    factor = sum_factor(x.value.shape[-1], x.arith.order)       # the sum may begin with the bias
+    return Bounded(y.value, y.err + factor*x.arith.u*bias.value.abs(), x.arith) + bias
+
 def _linear_grad(g, x, weight, bias=None):
     return g @ weight, _flat(g).mT @ _flat(x), _flat(g).sum(0, False)
 

@@ -61,8 +61,8 @@ def by_block(a, sa, b, sb):
     "Each block's sum, then its scales"
     n = sa.shape[1]
     return sum((a[:, BLOCK*i:BLOCK*i+BLOCK] @ b[BLOCK*i:BLOCK*i+BLOCK])*sa[:, i:i+1]*sb[i:i+1] for i in range(n))
-def by_block_h100(a, sa, b, sb, promote=True):
-    "As Hopper: each block's sum in the tensor core, added up in FP32; or all in thirteen bits"
+def by_core(a, sa, b, sb, promote=True):
+    "Each block's sum as a B200 adds it, and their sum in FP32; or this one in thirteen bits"
     total = torch.zeros(len(a), b.shape[1])
     for i in range(sa.shape[1]):
         now = slice(BLOCK*i, BLOCK*i + BLOCK)
@@ -72,11 +72,11 @@ def by_block_h100(a, sa, b, sb, promote=True):
 
 
 BLOCKS = {'one sum': scaled, 'by block': by_block, 'FP64': lambda *x: scaled(*(t.double() for t in x)).float(),
-          "B200's blocks, summed in FP32": by_block_h100}
+          "B200's blocks, summed in FP32": by_core}
 WRONG_BLOCKS = {"the next block's scale": lambda a, sa, b, sb: scaled(a, sa.roll(1, 1), b, sb),
                 'a stale scale': lambda a, sa, b, sb: scaled(a, torch.where(torch.arange(len(a))[:, None] == 5, 2*sa, sa), b, sb),
                 'E5M2 for E4M3': lambda a, sa, b, sb: scaled(quantize(a, 'e5m2'), sa, b, sb),
-                'thirteen bits, no promotion': partial(by_block_h100, promote=False)}
+                'thirteen bits, no promotion': partial(by_core, promote=False)}
 
 
 def online(x, size=64):
@@ -94,13 +94,13 @@ def shares_in(x, keep):
     return e/keep(e.sum(-1, True))
 
 
-SOFTMAX = {'torch': lambda x: x.softmax(-1), 'online': online, 'FP64': lambda x: x.double().softmax(-1).float()}
-def two(x):
+def by_powers(x):
     e = ((x - x.amax(-1, True))*1.4426950408889634).exp2()
     return e*(1/e.sum(-1, True))
 
 
-SOFTMAX['powers of two'] = two
+SOFTMAX = {'torch': lambda x: x.softmax(-1), 'online': online, 'FP64': lambda x: x.double().softmax(-1).float(),
+           'powers of two': by_powers}
 WRONG_SOFTMAX = {'exp in FP16': partial(shares_in, keep=half), 'exp in BF16': partial(shares_in, keep=bfloat),
                  'sum without the last': lambda x: (x - x.amax(-1, True)).exp()/(x - x.amax(-1, True)).exp()[:, :-1].sum(-1, True)}
 

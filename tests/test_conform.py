@@ -4,14 +4,14 @@ import json
 import numpy as np, pytest, torch
 
 from mpcourse.cli import main
-from mpcourse.conform import CAST_TO, LIBRARIES, _inputs, conform, examine_library, hard_inputs, rules, write_vectors
+from mpcourse.conform import CAST_TO, LIBRARIES, conform, examine_library, hard_inputs, rules, write_vectors
 from mpcourse.formats import get_format
 from mpcourse.rounding import quantize
 
 
 @pytest.mark.parametrize('fmt', CAST_TO)
 def test_each_rule_is_found(fmt):
-    x = _inputs(fmt)
+    x = hard_inputs(fmt)
     for rule in rules(fmt):
         found = conform(rule(x, fmt), fmt)
         assert not found.differ
