@@ -796,3 +796,11 @@ def test_statistics_are_those_of_brute_force(name):
         there = max(int((a != 0).sum()), 1)
         assert got['flushed'][k].item() == pytest.approx(int(((a != 0) & (b == 0)).sum())/there)
         assert got['clipped'][k].item() == pytest.approx(int((a.abs() > 464*got['scale'][k]).sum())/there)
+
+
+def test_statistics_leave_a_delayed_scales_history():
+    cast = CastConfig(scale=DelayedScale(3))
+    cast(torch.full((2, 2), 5.))
+    before = cast.scale.history.clone()
+    assert len(cast.statistics(torch.full((2, 2), 100.))['scale']) == 1
+    assert torch.equal(cast.scale.history, before) and cast.scale.training

@@ -207,3 +207,11 @@ def test_a_gradient_of_a_function():
     grad, = torch.autograd.grad(F.silu(x), x, g)
     assert_rounded(grad, F.silu, x.detach(), grad=g)
     assert verdict(1.001*grad, F.silu, x.detach(), grad=g)
+
+
+def test_what_is_rounded_by_chance_adds_up_to_less():
+    "Else the shares' rounding would hide a scale that is 1 % off, over a thousand keys"
+    q, k, v = (draw(2, n, 64, dtype=torch.bfloat16, s=s) for s, n in enumerate((100, 1000, 1000)))
+    shares = (q.float() @ k.float().mT/8).softmax(-1).bfloat16().float()
+    assert_rounded((shares @ v.float()).bfloat16(), 'attention', q, k, v, inner='bf16')
+    assert verdict((1.01*(shares @ v.float())).bfloat16(), 'attention', q, k, v, inner='bf16')
