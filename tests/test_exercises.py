@@ -939,7 +939,9 @@ CHECKS = {name: check for found in CHAPTERS.values() for name, check in found.it
 def answer(source):
     "The function that a source makes"
     names = {'Callback': Callback}
-    for module in library.MODULES: names |= vars(sys.modules[f'mpcourse.{module}'])
+    for module in library.MODULES:
+        found = vars(sys.modules[f'mpcourse.{module}'])
+        names |= {name: value for name, value in found.items() if value is not None} # a @patch leaves None
     names |= {'torch': torch, 'F': F, 'math': math, 'np': np}
     source = textwrap.dedent(source).strip()
     if not source.startswith('def '): return eval(source, names)
