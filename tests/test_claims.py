@@ -72,6 +72,7 @@ def test_a_run_leaves_nothing_behind_and_skips_what_it_cannot_run(small_course):
     assert [p.name for p in nbs.iterdir()] == ['01_a.ipynb']
 
 
+@pytest.mark.sweep(0)
 def test_a_kernel_that_dies_and_a_cell_that_hangs_are_red(small_course):
     nbs = small_course(_01_a=['# A', 'import os; os._exit(1)'], _02_b=['# B', 'import time; time.sleep(60)', 'assert False, "ran all the same"'])
     assert 'DeadKernelError' in run(nbs/'01_a.ipynb', 0)['failed'][0]['error']
@@ -91,6 +92,7 @@ def test_nothing_varied_is_inherited(monkeypatch):
     assert {'seed 9', 'neighbour 3', '2 threads', 'mkl avx2'} <= names and ('mkl avx512' in names) == claims.has_avx512()
 
 
+@pytest.mark.sweep(0)
 def test_neighbours_start_beside_seed_0_and_equal_weights_stay_equal(small_course):
     nbs = small_course(_01_a=['# A', 'import torch\ndef net(): torch.manual_seed(1); return torch.nn.Linear(40, 40)\na, b = net(), net()',
                               'assert torch.equal(a.weight, b.weight)\nassert a.weight[0, 0].item()*2**40 % 9999 < 9999'])

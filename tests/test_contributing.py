@@ -48,6 +48,7 @@ def run(tree, *command):
     assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-3000:]
 
 
+@pytest.mark.sweep(0)
 def test_a_format_is_one_line_its_name_and_its_peer(tree):
     pytest.importorskip('nbdev')
     assert 'its name to `FORMATS`' in CONTRIBUTING and '`tests/test_formats.py`' in CONTRIBUTING

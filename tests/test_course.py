@@ -187,6 +187,7 @@ def test_slides_of_code(small_course):
     assert [e.text for e in second.select('p, pre')] == ['f(4)'] # other code stands before it
 
 
+@pytest.mark.sweep(0)
 def test_slides_from_another_folder_without_maps_and_of_questions(small_course, tmp_path, monkeypatch):
     from tools import slides as S
     code = '#| fig-cap: "{}"\n#| fig-alt: "a"\nimport matplotlib.pyplot as plt\nplt.plot([1]);'
@@ -257,6 +258,7 @@ def test_index_lists_promise_minutes_and_status_once(ran):
     assert page.h1.text == 'The course' and page.find(id='paths') and 'twice' not in page.text
 
 
+@pytest.mark.sweep(0)
 def test_subset_runs_alone_and_links_only_to_what_is_there(small_course, tmp_path):
     nbs, out = small_course(_01_a=['# A\n\n> a.', '%md see [b](02_b.ipynb)'], _02_b=['# B\n\n> b.', '1']), tmp_path/'out'
     assert run(nbs, out, '1').returncode == 0
@@ -315,6 +317,7 @@ def test_readme_follows_the_index(small_course, tmp_path, monkeypatch):
     assert not R.readme_current(nbs), 'a changed picture goes unnoticed'
 
 
+@pytest.mark.sweep(0)
 def test_a_chapter_runs_again_when_its_text_or_the_code_it_calls_has_changed(small_course, tmp_path, monkeypatch):
     import shutil
     root, out = tmp_path/'root', tmp_path/'out'

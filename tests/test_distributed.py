@@ -344,11 +344,13 @@ def dies():
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.sweep(0)
 def test_run_ranks_ends_when_a_process_does():
     with pytest.raises(Exception, match='terminated'): run_ranks(dies)
     assert run_ranks(in_groups, 4, 1)[0][1] == 2.**16, 'and works again'
 
 
+@pytest.mark.sweep(0)
 @pytest.mark.chapters('22_distributed')
 def test_torchrun_runs_the_chapters_script(tmp_path):
     script, = [s for _, _, s in code_cells(ROOT/'nbs'/'22_distributed.ipynb') if s.startswith('script = ')]

@@ -78,6 +78,7 @@ def test_without_small_steps_nothing_is_lost():
     assert all(r.acc > .93 for r in runs)
 
 
+@pytest.mark.sweep(0)
 @fp32_accumulate()
 def test_a_step_of_ones_own_replaces_the_failure():
     def step(model, xb, yb, opt, loss_func):
@@ -131,6 +132,7 @@ def test_where_gradients_vanish(seed):
     assert flushed(g32[ws[-1]], g16[ws[-1]]) < .01 and flushed(g32[ws[0]], gbf[ws[0]]) == 0
 
 
+@pytest.mark.sweep(0)
 @fp32_accumulate()
 def test_only_the_low_end_of_fp16_is_to_blame():
     assert abs(vanished_gradients().loss - GUESS) < .02

@@ -42,6 +42,7 @@ with TensorCollector(model, every=1, opt=opt, scaler=step.scaler, writers=[sys.a
 '''
 
 
+@pytest.mark.sweep(0)
 def test_a_kill_amid_collections_leaves_whole_rows(tmp_path):
     env = os.environ | dict(OMP_NUM_THREADS='1')
     for i in range(3):

@@ -143,6 +143,7 @@ assert not any([fails(module) for module in {modules}])
 def test_imports_without_fastai(): run_blocked({'fastai', 'torchvision', 'spacy'}, EACH.replace('{modules}', repr(LIGHT)))
 
 
+@pytest.mark.sweep(0)
 @pytest.mark.library
 def test_everything_imports_without_torchvision():
     run_blocked({'torchvision'}, 'from mpcourse.all import *\nassert fp16.max == 65504 and callable(quantize)')

@@ -162,6 +162,7 @@ def test_a_run_stores_everything(slow, tmp_path):
     assert sorted(log(tmp_path)) == sorted(f'{r}{k}' for r in 'ab' for k in range(4))
 
 
+@pytest.mark.sweep(0)
 def test_a_killed_run_goes_on_where_it_stopped(slow, tmp_path):
     part, proc = tmp_path/'slow.partial.json', slow(workers=2, pause=.4)
     end = time.time() + 300
@@ -180,6 +181,7 @@ def test_a_killed_run_goes_on_where_it_stopped(slow, tmp_path):
     assert len(results) == 8 and all(r in results for r in kept)
 
 
+@pytest.mark.sweep(0)
 def test_a_part_waits_for_the_rest(slow, tmp_path):
     code, said = finish(slow('--rows', 'b', '--seeds', '0', '3'))
     assert code == 0 and 'waits for the rest' in said and files(tmp_path) == {'slow.partial.json'}
@@ -189,6 +191,7 @@ def test_a_part_waits_for_the_rest(slow, tmp_path):
     assert finish(slow())[0] == 0 and len(log(tmp_path)) == 2 + 8, 'two machines in one file'
 
 
+@pytest.mark.sweep(0)
 def test_a_failing_task_is_named_and_the_rest_kept(slow, tmp_path):
     code, said = finish(slow(bad=('b', 1)))
     assert code == 1 and "Row 'b', seed 1: AssertionError: no luck." in said

@@ -4,7 +4,7 @@ A fresh kernel spends five seconds of a processor on imports; a forked one spend
 the chapter are its own all the same: only modules of other packages are there before it.
 Linux alone forks. Elsewhere, and for one or two chapters, each kernel begins with nothing.
 """
-import importlib, json, os, signal, subprocess, sys, time
+import gc, importlib, json, os, signal, subprocess, sys, time
 from contextlib import contextmanager, suppress
 
 MODULES = ('IPython.display', 'ipykernel.kernelapp', 'ipykernel.ipkernel', 'ipykernel.zmqshell',
@@ -23,6 +23,7 @@ def serve():
     sys.path.pop(0)         # the folder of this file
     for name in MODULES:
         with suppress(ImportError): importlib.import_module(name)
+    gc.freeze()             # else each kernel's collector goes over all packages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)   # nobody waits for a kernel
     for line in sys.stdin:
         child = os.fork()
