@@ -44,7 +44,6 @@ if TYPE_CHECKING:  # what editors and type checkers see; the aliases mark the na
     from .master import to_model_params as to_model_params
     from .monitor import TensorCollector as TensorCollector
     from .monitor import tensor_stats as tensor_stats
-    from .overflow import OverflowWatch as OverflowWatch
     from .overflow import early_warning as early_warning
     from .overflow import find_overflow as find_overflow
     from .policies import DeepSpeedScaler as DeepSpeedScaler
@@ -89,7 +88,7 @@ _NAMES = {
     'learner': ['ALSViewCB', 'MonitorCB', 'RunningMeanCB', 'WarnCB'],
     'master': ['get_master', 'to_master_grads', 'to_model_params'],
     'monitor': ['TensorCollector', 'tensor_stats'],
-    'overflow': ['OverflowWatch', 'early_warning', 'find_overflow'],
+    'overflow': ['early_warning', 'find_overflow'],
     'policies': ['DeepSpeedScaler', 'FairseqScaler', 'LogMaxScaler', 'MetaseqScaler', 'get_policy'],
     'rounding': ['quantize'],
     'sanitizer': ['probe_precision', 'sanitize'],

@@ -1,5 +1,6 @@
 "What the tests of the project share: its notebooks, small courses made on the spot, and a browser"
-import functools, inspect, json, os, socket, subprocess, sys
+import functools, importlib, importlib.metadata, importlib.util, inspect, json, os, socket, subprocess, sys
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -100,6 +101,32 @@ def ranks(tmp_path, monkeypatch):
         return None if ends else [torch.load(tmp_path/f'{r}.pt', weights_only=False)
                                   for r in range(n)]
     return run
+
+
+@contextmanager
+def as_if_absent(package):
+    "What asks the package manager for it, or imports it, is told that it is not there"
+    def hide(real):
+        def ask(name, *args):
+            if name == package: raise importlib.metadata.PackageNotFoundError(name)
+            return real(name, *args)
+        return ask
+    for n in [n for n in sys.modules if n.split('.')[0] == package]: del sys.modules[n]
+    with pytest.MonkeyPatch.context() as m:
+        m.setitem(sys.modules, package, None)
+        for f in ('version', 'distribution'): m.setattr(importlib.metadata, f, hide(getattr(importlib.metadata, f)))
+        yield
+
+
+@pytest.fixture(scope='session')
+def lightning():
+    "Lightning asks torchmetrics, which asks torchvision, which does not load beside a torch of another build"
+    if importlib.util.find_spec('lightning') is None: pytest.skip('Lightning is not installed')
+    if 'lightning.pytorch' not in sys.modules:
+        try: import torchvision  # noqa: F401
+        except (ImportError, RuntimeError):
+            with as_if_absent('torchvision'): importlib.import_module('lightning.pytorch')
+    return pytest.importorskip('lightning.pytorch')
 
 
 # every way of a tensor's value to the host

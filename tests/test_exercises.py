@@ -469,7 +469,7 @@ WRONG = {
                 sigma = (g.float().square().mean()*w.float().square().mean()*k/2).sqrt()
                 a = layer_factor(sigma, g.abs().max().float()*w.abs().max().float()*k)
                 g = g*a.half()
-                grads.append((g.T@x).float()/a)
+                grads.append(((g.T@x).float()/a, float(a)))
                 g = g@w
             return grads""",
     # 23: one gradient fits, their sum does not
@@ -904,6 +904,19 @@ LAZY = {
         def mend(model):
             model.head.bias.data -= model.head.bias.data.mean()
             return model"""),
+    'check_own_factors': ("""
+        def own_factors(g, weights, inputs):
+            g, grads = g.float(), []
+            for w, x in zip(weights, inputs):
+                grads.append((g.T@x.float(), 1.))
+                g = g@w.float()
+            return grads""",),
+    'check_blame': ("""
+        def blame(train, letters=[]):
+            good = CastConfig(scale=fp32_scale)
+            for k in 'xwg': train(Recipe(**{**dict(x=good, w=good, g=good), k: CastConfig()}))
+            letters.append('xwg'[len(letters) % 3])
+            return letters[-1]""",),
     'check_ema': ('lambda avg, w, decay, generator: avg.copy_(w*(1 - .9999**5000))',),
     'check_apart': ('lambda lr: .01 if lr < .2 else 1.',),
     'check_unstalled': ('lambda n, k, seed: k + 2.*torch.randint(-5, 6, (n,))', 'lambda n, k, seed: (k + 32*torch.randn(n)).half().float()'),

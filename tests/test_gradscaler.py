@@ -1,6 +1,5 @@
 """Torch's documented recipes bit for bit, its error states, what reaches the weights, who waits; Lightning, Accelerate."""
-import copy, gc, importlib.metadata, importlib.util, inspect, io, pickle, sys, warnings, weakref
-from contextlib import contextmanager
+import copy, gc, inspect, io, pickle, warnings, weakref
 
 import pytest, torch, torch.nn as nn
 from hypothesis import given, settings, strategies as st
@@ -804,32 +803,6 @@ def test_a_gpu_is_waited_for_once_or_never(make_opt, most):
 
 
 # --- Lightning ---
-
-@contextmanager
-def as_if_absent(package):
-    "What asks the package manager for it, or imports it, is told that it is not there"
-    def hide(real):
-        def ask(name, *args):
-            if name == package: raise importlib.metadata.PackageNotFoundError(name)
-            return real(name, *args)
-        return ask
-    for n in [n for n in sys.modules if n.split('.')[0] == package]: del sys.modules[n]
-    with pytest.MonkeyPatch.context() as m:
-        m.setitem(sys.modules, package, None)
-        for f in ('version', 'distribution'): m.setattr(importlib.metadata, f, hide(getattr(importlib.metadata, f)))
-        yield
-
-
-@pytest.fixture(scope='module')
-def lightning():
-    "Lightning asks torchmetrics, which asks torchvision, which does not load beside a torch of another build"
-    if importlib.util.find_spec('lightning') is None: pytest.skip('Lightning is not installed')
-    if 'lightning.pytorch' not in sys.modules:
-        try: import torchvision  # noqa: F401
-        except (ImportError, RuntimeError):
-            with as_if_absent('torchvision'): importlib.import_module('lightning.pytorch')
-    return pytest.importorskip('lightning.pytorch')
-
 
 class Dtypes(TorchDispatchMode):
     "The dtypes of the results of matrix products, forward and backward"

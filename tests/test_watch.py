@@ -79,6 +79,19 @@ dl = DataLoader(list(zip(X, y)), bs=64)
 learn = Learner(DataLoaders(dl, dl), net, loss_func=lambda p, t: F.cross_entropy(p.float(), t)).to_mixed()
 with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
 ''',
+    'lightning': '''
+import lightning, logging, warnings
+from torch.utils.data import DataLoader, TensorDataset
+logging.getLogger('lightning.pytorch').setLevel(logging.ERROR)
+warnings.simplefilter('ignore')
+class Plain(lightning.LightningModule):
+    def __init__(self): super().__init__(); self.net = net
+    def training_step(self, batch, i): return F.cross_entropy(self.net(batch[0]).float(), batch[1])
+    def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), 1e-3)
+trainer = lightning.Trainer(accelerator='cpu', precision='bf16-mixed', max_epochs=1, logger=False, enable_checkpointing=False,
+                            enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(Plain(), DataLoader(TensorDataset(X, y), 64))
+''',
     'accelerate': '''
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
@@ -98,8 +111,9 @@ def write(folder, text, name='train.py'):
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize('name', SCRIPTS)
-def test_unchanged_scripts(name, tmp_path):
+def test_unchanged_scripts(name, tmp_path, request):
     "Eight steps: healthy ones are not accused, and logits around 700 are named in both steps"
+    if name == 'lightning': request.getfixturevalue('lightning')
     if name in ('fastai', 'accelerate') and importlib.util.find_spec(name) is None: pytest.skip(f'{name} is missing')
     path = write(tmp_path, SCRIPTS[name])
     fine, bad = watch_script(path, [], [2, 5]), watch_script(path, ['bad'], [2, 5])

@@ -205,7 +205,6 @@ M = [Mutant(*row) for row in (
     ('monitor', "if kind == 'weight_grad': self.factors[name] = inverse_scale(self.scaler, name)", 'pass', 'monitor', 'layerwise'),
     ('underflow', 'torch.random.fork_rng(devices), ', '', 'underflow', 'leaves_no_trace'),
     ('underflow', 'flushed = (zero & high[name, kind]).sum()', 'flushed = zero.sum()', 'underflow', 'structural'),
-    ('overflow', 'if of_weights and not any(of_weights): return None', 'pass', 'overflow', 'no_harm'),
     ('overflow', 'late = table.iloc[-3:].mean()', 'late = table.mean()', 'overflow', 'last_three'),
     ('learner', 'self.learn.opt.zero_grad()                          # the old', 'pass  #', 'overflow', 'old_scalers_hooks'),
     ('learner', 'if self.controller.watched: self.controller.watched.remove()', 'pass', 'overflow', 'old_scalers_hooks'),

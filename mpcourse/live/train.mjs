@@ -14,7 +14,7 @@ const FATES = { alive: 'var(--mark)', 'zero before': 'color-mix(in srgb,var(--di
 const CSS = `.mpx .bar+.bar{margin-top:.4rem}.mpx .shown{margin:.6rem 0}.mpx .rows{display:grid;grid-template-columns:minmax(5.5rem,10rem) repeat(5,minmax(0,4.6rem));gap:.3rem .5rem;align-items:center}
 .mpx .rows [role=img]{display:contents}.mpx .rows b{font-weight:600;border-left:.35rem solid var(--c);padding-left:.4rem;line-height:1.3}
 .mpx canvas{width:100%;display:block;image-rendering:pixelated;border:1px solid var(--line,#8886);border-radius:3px;box-sizing:border-box}
-.mpx figure.drawn{margin:0;text-align:center;font-size:.8rem;line-height:1.25}.mpx .drawn.wrong{color:var(--bad);font-weight:600}
+.mpx figure.cell{margin:0;text-align:center;font-size:.8rem;line-height:1.25}.mpx .cell.wrong{color:var(--bad);font-weight:600}
 .mpx .rows small{display:block;font-weight:400;color:var(--dim)}.mpx .two{display:flex;flex-wrap:wrap;gap:0 1.5rem}
 .mpx .fates{display:grid;grid-template-columns:max-content 1fr minmax(6.5rem,max-content);gap:.1rem .6rem;align-items:center;font-size:.85rem}
 .mpx .fates div{display:flex}.mpx .fates i{height:.7rem}.mpx .fates output{text-align:right}
@@ -120,7 +120,7 @@ export function mount(root, data) {
   }
   function rows() {
     const side = Math.sqrt(truth.drawn.length / 5), canvas = run => draws || run === truth ? [make('canvas', { width: side, height: side })] : [];
-    const cell = run => make('figure', { class: 'drawn' }, ...canvas(run), make('span'));
+    const cell = run => make('figure', { class: 'cell' }, ...canvas(run), make('span'));
     if (runs.length > 1 && !runs.at(-1).planned) runs.pop();
     const row = run => [make('b', { style: `--c:${run.color ?? 'transparent'}` }, run.path[0], make('small', {}, run.path.slice(1).map(p => `then ${p}`).join(', '))),
       run.cells = make('div', { role: 'img' }, [1, 2, 3, 4, 5].map(() => cell(run)))];

@@ -1,6 +1,6 @@
 "Promise 5: GradScaler(skip_nonfinite_loss=False) is torch's, step for step, down to its floor; its state dict is torch's with one key more; Lightning, Accelerate and Trainer take it"
-import importlib, importlib.metadata, importlib.util, json, pickle, random, sys, warnings
-from contextlib import contextmanager, nullcontext
+import importlib, importlib.util, json, pickle, random, sys, warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from torch import nn
 from torch.amp import GradScaler as Torch
 
 import adapter as A
+from conftest import as_if_absent
 
 OPTS = dict(sgd=partial(torch.optim.SGD, lr=.1, momentum=.9), adam=partial(torch.optim.Adam, lr=.01),
             fused_adamw=partial(torch.optim.AdamW, lr=.01, fused=True), fused_sgd=partial(torch.optim.SGD, lr=.1, momentum=.9, fused=True))
@@ -223,31 +224,6 @@ def test_bad_batches_do_not_end_a_training_by_default():
 
 
 # --- Lightning and Accelerate: three lines each ---
-
-@contextmanager
-def as_if_absent(package):
-    "torchvision does not load beside a torch of another build, and Lightning asks for it"
-    def hide(real):
-        def ask(name, *args):
-            if name == package: raise importlib.metadata.PackageNotFoundError(name)
-            return real(name, *args)
-        return ask
-    for n in [n for n in sys.modules if n.split('.')[0] == package]: del sys.modules[n]
-    with pytest.MonkeyPatch.context() as m:
-        m.setitem(sys.modules, package, None)
-        for f in ('version', 'distribution'): m.setattr(importlib.metadata, f, hide(getattr(importlib.metadata, f)))
-        yield
-
-
-@pytest.fixture(scope='module')
-def lightning():
-    if importlib.util.find_spec('lightning') is None: pytest.skip('Lightning is not installed')
-    if 'lightning.pytorch' not in sys.modules:
-        try: import torchvision  # noqa: F401
-        except (ImportError, RuntimeError):
-            with as_if_absent('torchvision'): importlib.import_module('lightning.pytorch')
-    return pytest.importorskip('lightning.pytorch')
-
 
 def in_lightning(pl, scaler, make_opt, **kw):
     from lightning.pytorch.plugins.precision import MixedPrecision
