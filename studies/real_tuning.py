@@ -1,7 +1,8 @@
 """What does a real language model keep of its fine-tuning? (chapter 37)
 
 SmolLM2-135M learns Python's help topics: 20 steps of AdamW (no decay), each on another text of 128
-tokens. Everything is computed in FP32 unless the row says otherwise. A seed chooses the texts. The
+tokens. Everything is computed in FP32 unless the row says otherwise. Rounded at the end: what was
+trained in FP32 is saved in BF16. A seed chooses the texts. The
 values: mean loss on ten topics that no run has trained on and on ten pieces of code, before and
 after; the share of weights that differ from the start; skipped steps.
 """
@@ -22,9 +23,11 @@ STORED = {'FP32': None, 'BF16': 'nearest', 'BF16 stochastic': 'stochastic'}
 ROWS = [*(f'{name}, {rate:g}' for name in STORED for rate in RATES),
         'masters, 1e-05', 'LoRA on BF16, 0.0001', 'LoRA on E4M3, 0.0001',
         'autocast BF16, 1e-05', 'FP16 measured, 1e-05', 'FP16 scale 1, 1e-05',
-        'FP16 2^16 constant, 1e-05', 'FP16 2^16, 1e-05', 'FP16 2^32, 1e-05']
-SEEDS = range(3)
-E4M3 = CastConfig('e4m3', (1, None), fp32_scale)
+        'FP16 2^16 constant, 1e-05', 'FP16 2^16, 1e-05', 'FP16 2^32, 1e-05',
+        'FP32, 2e-05', 'FP32, 5e-05', 'FP32 rounded at the end, 1e-05', 'FP32 rounded at the end, 0.0001',
+        'LoRA on FP32, 0.0001', *(f'LoRA on BF16, {rate:g}' for rate in (2e-4, 5e-4, 1e-3))]
+SEEDS = range(5)
+BASES = {'FP32': torch.clone, 'BF16': torch.Tensor.bfloat16, 'E4M3': CastConfig('e4m3', (1, None), fp32_scale)}
 
 
 class LoRA(nn.Module):
@@ -113,13 +116,15 @@ def run(row, seed):
     with torch.no_grad():
         if 'BF16' in row and 'autocast' not in row and 'LoRA' not in row:
             for p in model.parameters(): p.copy_(p.bfloat16())
-        if 'LoRA' in row: adapted(model, E4M3 if 'E4M3' in row else torch.Tensor.bfloat16)
+        if 'LoRA' in row: adapted(model, BASES[row.split(',')[0].removeprefix('LoRA on ')])
     start = [p.detach().clone() for p in model.parameters()]
     before = losses(model, held), losses(model, code)
     learn = [p for p in model.parameters() if p.requires_grad]
     opt = torch.optim.AdamW(learn, lr=rate, weight_decay=0)
     if 'FP16' in row or 'autocast' in row: skipped = mixed(row, model, opt, train)
     else: skipped = plain(row, model, opt, train, start)
+    if 'rounded at the end' in row:
+        for p in model.parameters(): p.data.copy_(p.bfloat16())
     moved = sum((p != s).sum().item() for p, s in zip(model.parameters(), start))
     return dict(before=before[0], after=losses(model, held), code_before=before[1],
                 code_after=losses(model, code), skipped=skipped,

@@ -494,7 +494,7 @@ def parser():
     p.add_argument('--chapters', nargs='*', default=[], help='numbers or names; by default all')
     p.add_argument('--seeds', default='0-9', help='such as 3 or 0-9 (%(default)s)')
     p.add_argument('--only', nargs='*', default=[],
-                   choices=['seeds', 'neighbours', 'threads', 'instructions', 'pythons'],
+                   choices=['seeds', 'neighbours', 'threads', 'instructions', 'pythons', *INSTRUCTIONS],
                    help='run these variations alone')
     p.add_argument('--python', action='append', default=[],
                    help='another interpreter that has torch and what the course needs')
@@ -516,7 +516,7 @@ def plan(args) -> list: # of (path, variation)
     paths = chapters(args.nbs, args.chapters)
     pairs = []
     for variation in variations(seeds, args.python):
-        if args.only and variation.group not in args.only: continue
+        if args.only and not {variation.group, variation.name} & {*args.only}: continue
         for path in paths:
             if variation.group == 'neighbours' and path.stem in ALONE: continue
             pairs.append((path, variation))
