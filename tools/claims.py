@@ -494,7 +494,8 @@ def parser():
     p.add_argument('--chapters', nargs='*', default=[], help='numbers or names; by default all')
     p.add_argument('--seeds', default='0-9', help='such as 3 or 0-9 (%(default)s)')
     p.add_argument('--only', nargs='*', default=[],
-                   choices=['seeds', 'neighbours', 'threads', 'instructions', 'pythons', *INSTRUCTIONS],
+                   choices=['seeds', 'neighbours', 'threads', 'instructions', 'pythons',
+                            *INSTRUCTIONS],
                    help='run these variations alone')
     p.add_argument('--python', action='append', default=[],
                    help='another interpreter that has torch and what the course needs')
