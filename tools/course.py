@@ -27,9 +27,9 @@ THREADS = [f'{v}_NUM_THREADS' for v in ('OMP', 'MKL', 'OPENBLAS', 'NUMEXPR')]
 FIGURES = "--InlineBackend.figure_formats={'png', 'svg'}"
 PARTS = { # number of the first chapter -> heading
     0: '',
-    1: 'Part I · Numbers and failures',
+    1: 'Part I · Sixteen bits',
     5: 'Part II · Training in FP16',
-    13: 'Part III · Choosing and watching',
+    13: 'Part III · Watching',
     23: 'Part IV · Few bits',
     29: 'Part V · What breaks today',
     33: 'Part VI · Deciding',
