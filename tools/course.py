@@ -49,6 +49,7 @@ class Chapter:
     promise: str     # the quoted sentence under the heading
     module: str = '' # the module that it exports, if any
     minutes: str = '' # to read it, if it says so
+    main: bool = True # does it belong to the main line? Its opening says where not
 
     @property
     def stem(self) -> str:
@@ -86,7 +87,8 @@ def read_chapter(
         title=first_match(r'^# +(.+)$', [opening], path.stem),
         promise=' '.join(re.findall(r'^> *(.*)$', opening, re.M)),
         module=first_match(r'\A#\| *default_exp +([\w.]+)', sources),
-        minutes=first_match(r'(\d+) minutes to read', sources))
+        minutes=first_match(r'(\d+) minutes to read', sources),
+        main=not first_match('(; not on the main line)', sources))
 
 
 def chapters(

@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from tools.course import PARTS, chapters
+from tools.course import chapters
 from tools.exercises import all_exercises
 from tools.pages import directives, html_of, is_hidden
 
@@ -24,19 +24,23 @@ def first_sentence(text):
 def chapter_table(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> str: # Markdown
-    "The chapters as they say it: number, title, minutes, promise; the appendix is a line"
+    "The main line: number, title, minutes, promise; all other chapters are two lines"
     rows = ['| | chapter | minutes | what breaks |', '|---|---|--:|---|']
-    appendix = []
+    others, last, minutes = dict(Further=[], Appendix=[]), '', 0
     for ch in chapters(nbs)[1:]:
-        heading = PARTS.get(int(ch.number), '')
-        part, _, title = heading.partition(' · ')
-        if title: rows.append(f'| **{part.removeprefix("Part ")}** | **{title}** | |  |')
-        elif heading or appendix:
-            appendix.append(f'{ch.number} [{ch.title}]({ch.path.name})')
+        part, _, title = ch.part.partition(' · ')
+        kind = 'Further' if title else 'Appendix'
+        if not title or not ch.main:
+            others[kind].append(f'{ch.number} [{ch.title}]({ch.path.name})')
             continue
+        if title != last: rows.append(f'| **{part.removeprefix("Part ")}** | **{title}** | |  |')
+        last = title
+        minutes += int(ch.minutes)
         promise = first_sentence(ch.promise)
         rows.append(f'| {ch.number} | [{ch.title}]({ch.path.name}) | {ch.minutes} | {promise} |')
-    if appendix: rows += ['', f'Appendix: {" · ".join(appendix)}.']
+    rows.append(f'| | together | {minutes} | |')
+    for kind, links in others.items():
+        if links: rows += ['', f'{kind}: {" · ".join(links)}.']
     return '\n'.join(rows)
 
 
@@ -101,7 +105,7 @@ def with_table(
     for cell in nb['cells']:
         source = ''.join(cell['source'])
         if not source.startswith(heading): continue
-        source = re.sub(r'(^\|.*\n?)+(\nAppendix: .*\n?)?', lambda _: table, source, flags=re.M)
+        source = re.sub(r'(^\|.*\n?)+(\n(Further|Appendix): .*\n?)*', lambda _: table, source, flags=re.M)
         cell['source'] = source.splitlines(True)
     return dumps(nb)
 
