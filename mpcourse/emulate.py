@@ -90,12 +90,12 @@ def is_view(
 # %% ../nbs/24_emulate.ipynb #f8b3de0d
 #| code-fold: true
 OP_KINDS = {
-    'product':  'operands rounded at use, the result rounded; with `accumulate` the running sums, '
+    'product':  'operands rounded at use, the result rounded; with accumulate the running sums, '
                 'too',
     'result':   'the result is rounded: arithmetic, functions, norms, pooling, losses, embeddings, '
                 'and their backward',
     'in-place': 'not rounded, since optimizers write in place; rounded in a backward pass, '
-                'and with `inplace=True`',
+                'and with inplace=True',
     'foreach':  'not rounded: multi-tensor and fused ops, which optimizers and gradient clipping '
                 'use',
     'view':     'nothing new: the same numbers seen in another way',

@@ -182,12 +182,18 @@ def test_a_failed_chapter_or_a_dead_link_ends_with_a_message(monkeypatch, status
 
 # --- the pages that Quarto wrote ---
 
-def test_links_to_names_are_local_or_plain_text(tmp_path):
-    (tmp_path/'a.html').write_text(f'<a href="{SITE.host()}b.html#one">one</a> <a href="{SITE.host()}b.html#two"><code>two</code></a>'
+def test_links_to_names_are_local_or_plain_text(small_course, tmp_path, monkeypatch):
+    "Local if the page's notebook imports the name: nbdev takes any `three` for the library's"
+    small_course(_01_a=['from mpcourse.b import one, two'])
+    monkeypatch.setattr(SITE, 'ROOT', tmp_path)
+    monkeypatch.setattr(SITE, 'for_the_keyboard', lambda text: text)
+    monkeypatch.setattr(SITE, 'host', lambda: 'https://me.io/')
+    def to(name, text): return f'<a href="https://me.io/b.html#{name}">{text}</a>'
+    (tmp_path/'a.html').write_text(f'{to("one", "one")} {to("two", "<code>two</code>")} {to("three", "<code>three</code>")}'
                                    '<a href="https://x.org/f.py#LNone" class="s">source</a> <a href="b.html#two">mine</a>')
-    (tmp_path/'b.html').write_text('<h2 id="one">One</h2>')
+    (tmp_path/'b.html').write_text('<h2 id="one">One</h2><h2 id="three">Three</h2>')
     SITE.finish(tmp_path)
-    assert (tmp_path/'a.html').read_text() == ('<a href="b.html#one">one</a> <code>two</code>'
+    assert (tmp_path/'a.html').read_text() == ('<a href="b.html#one">one</a> <code>two</code> <code>three</code>'
         '<a href="https://x.org/f.py" class="s">source</a> <a href="b.html#two">mine</a>')
     assert SITE.dead_links(tmp_path) == ['a.html: b.html#two']
 

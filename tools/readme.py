@@ -26,18 +26,22 @@ def chapter_table(
 ) -> str: # Markdown
     "The main line: number, title, minutes, promise; all other chapters are two lines"
     rows = ['| | chapter | minutes | what breaks |', '|---|---|--:|---|']
-    others, last, minutes = dict(Further=[], Appendix=[]), '', 0
+    others = dict(Further=[], Appendix=[])
+    heading = ''
+    minutes = 0
     for ch in chapters(nbs)[1:]:
         part, _, title = ch.part.partition(' · ')
-        kind = 'Further' if title else 'Appendix'
         if not title or not ch.main:
+            kind = 'Further'
+            if not title: kind = 'Appendix'
             others[kind].append(f'{ch.number} [{ch.title}]({ch.path.name})')
             continue
-        if title != last: rows.append(f'| **{part.removeprefix("Part ")}** | **{title}** | |  |')
-        last = title
+        if title != heading:
+            rows.append(f'| **{part.removeprefix("Part ")}** | **{title}** | |  |')
+            heading = title
         minutes += int(ch.minutes)
-        promise = first_sentence(ch.promise)
-        rows.append(f'| {ch.number} | [{ch.title}]({ch.path.name}) | {ch.minutes} | {promise} |')
+        link = f'[{ch.title}]({ch.path.name})'
+        rows.append(f'| {ch.number} | {link} | {ch.minutes} | {first_sentence(ch.promise)} |')
     rows.append(f'| | together | {minutes} | |')
     for kind, links in others.items():
         if links: rows += ['', f'{kind}: {" · ".join(links)}.']
@@ -105,7 +109,8 @@ def with_table(
     for cell in nb['cells']:
         source = ''.join(cell['source'])
         if not source.startswith(heading): continue
-        source = re.sub(r'(^\|.*\n?)+(\n(Further|Appendix): .*\n?)*', lambda _: table, source, flags=re.M)
+        pattern = r'(^\|.*\n?)+(\n(Further|Appendix): .*\n?)*'
+        source = re.sub(pattern, lambda _: table, source, flags=re.M)
         cell['source'] = source.splitlines(True)
     return dumps(nb)
 

@@ -16,6 +16,7 @@ import nbformat
 from nbconvert.filters.ansi import strip_ansi
 from nbformat.v4 import new_markdown_cell, new_output
 from tools.course import chapters, executed, is_fresh, run_course
+from tools.notebooks import code_cells
 from tools.pages import (STATE, VIEW, directives, error_of, fold_earnest, html_of, is_check,
                          is_imports, join_imports, sharpen, statements, widget_html)
 from tools.runtime import links
@@ -250,12 +251,28 @@ def is_alive(href, page):
     return not name or target.suffix != '.html' or name in anchors(target)
 
 
+def known_names(
+    page: Path, # of the site
+) -> set: # names that its notebook imports from the library, or defines
+    "What a link by nbdev may name: it looks names up in the whole library"
+    known = set()
+    for path in (ROOT/'nbs').glob('*.ipynb'):
+        if path.stem.lstrip('0123456789_') != page.stem: continue
+        for _, _, source in code_cells(path):
+            imported = re.findall(r'^from mpcourse[.\w]* import (.+)$', source, re.M)
+            known.update(re.findall(r'\w+', ' '.join(imported)))
+            known.update(re.findall(r'^(?:def|class) (\w+)', source, re.M))
+    return known
+
+
 def finish_page(page):
     "Links to names become local, or plain text without an anchor; nothing is loaded from outside"
+    known = known_names(page)
     def local(link):
         href = link[1].removeprefix(host())
         if href == link[1]: return link[0].replace('#LNone', '')
-        if not is_alive(href, page): return link[2]
+        word = re.search(r'\w+', re.sub('<[^>]*>', '', link[2]))
+        if not is_alive(href, page) or word and word[0] not in known: return link[2]
         return link[0].replace(link[1], href)
     text = FROM_OUTSIDE.sub('', page.read_text(encoding='utf-8'))
     text = FOR_REQUIRE.sub('', text)

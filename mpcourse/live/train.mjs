@@ -15,7 +15,7 @@ const CSS = `.mpx .bar+.bar{margin-top:.4rem}.mpx .shown{margin:.6rem 0}.mpx .ro
 .mpx .rows [role=img]{display:contents}.mpx .rows b{font-weight:600;border-left:.35rem solid var(--c);padding-left:.4rem;line-height:1.3}
 .mpx canvas{width:100%;display:block;image-rendering:pixelated;border:1px solid var(--line,#8886);border-radius:3px;box-sizing:border-box}
 .mpx figure.cell{margin:0;text-align:center;font-size:.8rem;line-height:1.25}.mpx .cell.wrong{color:var(--bad);font-weight:600}
-.mpx .rows small{display:block;font-weight:400;color:var(--dim)}.mpx .two{display:flex;flex-wrap:wrap;gap:0 1.5rem}
+.mpx .rows small{display:block;font-weight:400;color:var(--dim)}.mpx .two{display:flex;flex-wrap:wrap;gap:0 24px}
 .mpx .fates{display:grid;grid-template-columns:max-content 1fr minmax(6.5rem,max-content);gap:.1rem .6rem;align-items:center;font-size:.85rem}
 .mpx .fates div{display:flex}.mpx .fates i{height:.7rem}.mpx .fates output{text-align:right}
 .mpx .key{display:inline-block}.mpx .key::before{content:'';display:inline-block;width:.7em;height:.7em;margin:0 .3em 0 .8em;background:var(--c)}

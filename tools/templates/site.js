@@ -17,6 +17,12 @@ function nameSearch() {                                     // it is drawn late,
 nameSearch();
 const search = document.querySelector('#quarto-search');
 if (search) new MutationObserver(nameSearch).observe(search, { childList: true, subtree: true });
-// what scrolls can be scrolled by keys
-for (const e of document.querySelectorAll('main *'))
-  if (e.scrollWidth > e.clientWidth && /auto|scroll/.test(getComputedStyle(e).overflowX)) e.tabIndex = 0;
+// what scrolls can be scrolled by keys, also in a callout that opens later
+function reachScrolling() {
+  for (const e of document.querySelectorAll('main *'))
+    if (e.scrollWidth > e.clientWidth && /auto|scroll/.test(getComputedStyle(e).overflowX)) e.tabIndex = 0;
+}
+reachScrolling();
+document.addEventListener('shown.bs.collapse', reachScrolling);
+document.addEventListener('toggle', reachScrolling, true);
+document.addEventListener('input', reachScrolling);
