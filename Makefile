@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CHAPTERS ?=
-STUDIES ?= $(filter-out studies/runner.py studies/torch_casts.py,$(wildcard studies/*.py))
+STUDIES ?= $(filter-out studies/runner.py studies/torch_casts.py studies/half_chgnet.py,$(wildcard studies/*.py))
 OUT ?= _course
 
 .PHONY: help course test export check claims lab site studies bench mutants fuzz matrix readme release
