@@ -39,7 +39,7 @@ def chapter_table(
         if title != heading:
             rows.append(f'| **{part.removeprefix("Part ")}** | **{title}** | |  |')
             heading = title
-        minutes += int(ch.minutes)
+        minutes += int(ch.minutes or 0)
         link = f'[{ch.title}]({ch.path.name})'
         rows.append(f'| {ch.number} | {link} | {ch.minutes} | {first_sentence(ch.promise)} |')
     rows.append(f'| | together | {minutes} | |')
