@@ -539,7 +539,7 @@ def _delayed(module, recipe):
     module.fp8_casts = nn.ModuleDict()
     casts = {}
     for k in ('x', 'w', 'g'):
-        module.fp8_casts[k] = DelayedScale(recipe.history, once=k != 'g')
+        module.fp8_casts[k] = DelayedScale(recipe.history, once=k != 'g').train(module.training)
         casts[k] = replace(getattr(recipe, k), scale=module.fp8_casts[k])
     return replace(recipe, **casts)
 
