@@ -3,7 +3,8 @@
 SmolLM2-135M, whose weights are numbers of BF16, reads a text of 128 tokens; the outputs of one kind
 of module are rounded to BF16, or the whole model computes in half. The
 value is the root of the mean square of the change of the tokens' log-probabilities, in nats. A
-seed is a text, as in `real_formats`.
+seed is a text, as in `real_formats`. *Beside*: the difference from a trainer under autocast, instead of
+from FP32.
 """
 import copy
 from contextlib import ExitStack
@@ -25,7 +26,10 @@ SOME = {'all': list(KINDS), 'residual stream, blocks 11 to 27': [],
         **{f'all but {cured}': kinds for cured, kinds in CURED.items()},
         **{f'all but {k}': [o for o in KINDS if o != k] for k in KINDS if k != 'logits'}}
 ROWS = [*KINDS, *SOME, 'BF16 model', 'BF16 model, FP32 logits', 'BF16 model, FP32 stream',
-        'BF16 model, FP32 stream, FP32 logits', 'FP16 model', 'autocast BF16']
+        'BF16 model, FP32 stream, FP32 logits', 'FP16 model', 'autocast BF16', 'autocast FP16']
+PAIRS = [f'{sampler} beside autocast {dtype}' for dtype, samplers in {
+    'BF16': ('BF16 model', 'BF16 model, FP32 stream, FP32 logits', 'FP16 model'), 'FP16': ('FP16 model',)}.items() for sampler in samplers]
+ROWS += PAIRS
 
 
 @cache
@@ -47,7 +51,7 @@ def whole(row, ids):
     "The logits of a model that is half, or under autocast"
     model, _ = with_bf16_weights()
     if 'autocast' in row:
-        with torch.autocast('cpu', torch.bfloat16): return model(ids)
+        with torch.autocast('cpu', torch.bfloat16 if 'BF16' in row else torch.float16): return model(ids)
     low = copy.deepcopy(model).to(torch.float16 if 'FP16 model' in row else torch.bfloat16)
     if 'FP32 stream' in row: widen(low)
     if 'FP32 logits' not in row: return low(ids)
@@ -71,12 +75,13 @@ def run(row, seed):
     model, texts = with_bf16_weights()
     ids = texts[seed:seed + 1]
     with torch.no_grad(), ExitStack() as stack:
-        exact = log_probs(model(ids), ids)
+        sampler, _, trainer = row.partition(' beside ')
+        exact = log_probs(whole(trainer, ids) if trainer else model(ids), ids)
         for kind in SOME.get(row, [row]):
             if kind in KINDS: stack.enter_context(rounded(model, to_bf16, KINDS[kind], outputs=True))
         if 'blocks' in row:
             stack.enter_context(rounded(model, to_bf16, KINDS['residual stream'][22:56], outputs=True))
-        logits = whole(row, ids) if 'model' in row or 'autocast' in row else model(ids)
+        logits = whole(sampler, ids) if 'model' in row or 'autocast' in row else model(ids)
         change = log_probs(logits, ids) - exact
     return dict(rms=change.square().mean().sqrt().item(), sum=change.sum().item(), worst=change.abs().max().item())
 
