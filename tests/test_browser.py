@@ -37,6 +37,11 @@ def offline_page(browser, path):
     return page, asked, problems
 
 
+def unfold(page):
+    "Open every section that is folded"
+    page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
+
+
 def shown(box): return box.locator('.mp-frame').inner_html()
 
 
@@ -76,7 +81,7 @@ def test_live_figures_are_drawn_offline(browser, course_pages, path):
     try:
         boxes = page.locator('.mp-live')
         assert boxes.count() > 0 and boxes.count() == page.locator('.mp-live.mpx').count()
-        page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")      # some stand In earnest
+        unfold(page)
         for box in boxes.all():
             before, control = box.inner_html(), box.locator('input[type=range]:visible, button:visible').first
             control.focus()
@@ -109,6 +114,7 @@ def test_page_moves_offline(browser, course_pages, path):
     if not file.exists(): pytest.skip('this chapter has not been run: make course')
     page, asked, problems = offline_page(browser, file)
     try:
+        unfold(page)
         boxes = page.locator('.mp-explore')
         assert boxes.count() > 0, 'the page carries no widget that moves'
         for i in range(boxes.count()):
