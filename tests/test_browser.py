@@ -336,3 +336,14 @@ def test_arrow_keys_move_a_figure_and_not_the_notebook_in_jupyterlab(browser, la
 
 def test_there_are_widgets_to_try(): 
     assert {'05_recipe', '90_plots'} <= {p.stem for p in WIDGETS} and {'01_formats', '04_failures', '14_simulator'} <= {p.stem for p in LIVE}
+
+
+def test_the_sheet_prints_on_one_page(browser, course_pages):
+    page = browser.new_page()
+    try:
+        page.goto((course_pages/'98_sheet.html').as_uri())
+        assert re.findall(rb'/Type /Pages?\b.*?/Count (\d+)', page.pdf(prefer_css_page_size=True), re.S) == [b'1']
+        page.emulate_media(media='print')
+        page.set_viewport_size({'width': 733, 'height': 1060})
+        assert page.evaluate('[...document.querySelectorAll("pre")].every(p => p.scrollWidth <= p.clientWidth)')
+    finally: page.close()
