@@ -347,10 +347,13 @@ WRONG = {
         def clip_unscaled(scaler, opt, params, max_norm):
             torch.nn.utils.clip_grad_norm_(params, max_norm); scaler.step(opt); scaler.update()""",
     # 17: steps after each micro-batch
-    'check_accumulated': """
+    'check_accumulated': ("""
         def accumulated(scaler, opt, losses):
             opt.zero_grad()
-            for loss in losses: scaler.scale(loss()/len(losses)).backward(); scaler.step(opt); scaler.update()""",
+            for loss in losses: scaler.scale(loss()/len(losses)).backward(); scaler.step(opt); scaler.update()""", """
+        def accumulated(scaler, opt, losses):
+            for loss in losses: scaler.scale(loss()/len(losses)).backward()
+            scaler.step(opt); scaler.update()"""),
     # 17: forgets found_inf, and NaN is not >= 2^13
     'check_edge_policy': ("""
         def edge_policy():

@@ -9,7 +9,7 @@ from conftest import each
 from nbformat.v4 import new_code_cell, new_notebook, writes
 
 from tools import exercises
-from tools.exercises import COPIED, PEEPED, main, notebooks, summary, write_csv
+from tools.exercises import all_exercises, COPIED, PEEPED, main, notebooks, summary, write_csv
 
 
 @pytest.fixture(scope='module')
@@ -147,6 +147,13 @@ def test_a_right_answer_is_right_however_it_is_written(mark_folder, tmp_path):
     marks = mark_folder(tmp_path, workers=2)
     assert {name: m['exercises'][0]['state'] for name, m in marks.items()} == dict.fromkeys(files, 'right')
     assert main(['check', '01', str(tmp_path/'01_0.py')]) == 0
+
+
+def test_check_knows_an_answer_whose_checker_has_another_name(tmp_path):
+    ex = next(ex for ex in all_exercises() if ex.id == '19.1')
+    assert ex.name != ex.check
+    (tmp_path/'mine.py').write_text(ex.solution.partition('\ncheck_')[0], encoding='utf-8')
+    assert main(['check', '19', str(tmp_path/'mine.py')]) == 0
 
 
 def test_a_star_import_in_another_cell(mark, tmp_path):

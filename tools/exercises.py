@@ -191,7 +191,8 @@ def check(
     notebook = notebook_of(chapter)
     if not notebook: raise SystemExit(f'There is no chapter {chapter} with exercises.')
     code = compile(learners_text(file), str(file), 'exec')
-    known = checkers(notebook)
+    made = checkers(notebook)
+    known = {ex.name: made[ex.check] for ex in exercises(notebook)}
     given = module_names(code_cells(notebook))
     names = {**given, '__name__': '__main__'} # with what the chapter imports, as in its notebook
     exec(code, names)
