@@ -737,19 +737,14 @@ WRONG = {
             return ((a*b).sum()/((a*a).sum().sqrt()*(b*b).sum().sqrt())).item()""", """
         def true_cosine(a, b):
             return sum(F.cosine_similarity(x.double(), y.double(), dim=0).item() for x, y in zip(a, b))/len(a)"""),
-    # 85: asks no gradient of the input; takes the last module on the way back
-    'check_first_bad_backward': tuple(f"""
-        def first_bad_backward(model, x):
-            found, names = [], {{m: n for n, m in model.named_modules()}}
-            def finite(grads): return all(g.isfinite().all() for g in grads if g is not None)
-            def look(m, grad_in, grad_out):
-                if {odd} and not finite(grad_in): found.append(names[m])
-            handles = [m.register_full_backward_hook(look) for m in names]
-            try: model({x}).sum().backward()
-            except RuntimeError: pass
-            finally: [h.remove() for h in handles]
-            return found[{which}] if found else None"""
-        for odd, x, which in (('finite(grad_out)', 'x', 0), ('m in names', 'x.clone().requires_grad_()', -1))),
+    # 85: the largest of the parents' errors; NaN is above nothing
+    'check_sources': ("""
+        def sources(errors, parents):
+            size = {n: math.inf if math.isnan(e) else e for n, e in errors.items()}
+            return [n for n, e in size.items()
+                    if e > .1 and e > 3*max((size[p] for p in parents.get(n, [])), default=0)]""", """
+        def sources(errors, parents):
+            return [n for n, e in errors.items() if e > .1 and e > 3*sum(errors[p] for p in parents.get(n, []))]"""),
     # 85: divides by all; lowers the scale where there was nothing
     'check_without_bad': ("""
         def without_bad(scaler, opt, losses):
@@ -766,9 +761,20 @@ WRONG = {
     # 85: the sum over the layers; grows where nothing was seen
     'check_als_vote': ('lambda k, u, l, t: k - 1 if u.sum() > t*(u + l).sum() else k + 1',
                        'lambda k, u, l, t: k - 1 if (u/(u + l) > t).any() else k + 1'),
-    # 85: one end only, this or that
-    'check_spoiled_share': ('lambda sigma, factor: math.erf(2**-10/(sigma*factor*2**.5))',
-                            'lambda sigma, factor: math.erfc(464/(sigma*factor*2**.5))'),
+    # 85: what overflows; the mean over all places
+    'check_token_mean': ("""
+        def token_mean(parts):
+            mean, seen = torch.zeros_like(parts[0][2]), 0
+            for n, size, g in parts:
+                seen += n
+                if n: mean = mean.lerp(g*size/n, n/seen)
+            return mean""", """
+        def token_mean(parts):
+            mean, seen = torch.zeros_like(parts[0][2]), 0
+            for n, size, g in parts:
+                seen += size
+                mean = mean.lerp(g, size/seen)
+            return mean"""),
     # 85: the sum's factors; a gradient as large as the one that came in
     'check_mean_factors': ('lambda n: (n**-.5, 1)', 'lambda n: (n**.5, 1)'),
     # 85: the standard's floor, which cuts; forgets the byte

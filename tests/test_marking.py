@@ -46,7 +46,7 @@ def test_check_runs_solutions_and_says_what_is_wrong(capsys, tmp_path):
                                   ('def to_master(): pass', 1, 'to_master: no: TypeError')):
         mine.write_text(code)
         assert main(['check', '09', str(mine)]) == exit_code and capsys.readouterr().out.startswith(said)
-    for argv, said in ((['77', str(mine)], 'no chapter 77'), (['09', 'nowhere.py'], 'nowhere.py'), (['12', str(mine)], 'no function of these names')):
+    for argv, said in ((['77', str(mine)], 'no chapter 77'), (['09', 'nowhere.py'], 'nowhere.py'), (['12', str(mine)], 'no function that chapter 12')):
         with pytest.raises(SystemExit, match=said): main(['check', *argv])
 
 

@@ -191,19 +191,19 @@ def check(
     notebook = notebook_of(chapter)
     if not notebook: raise SystemExit(f'There is no chapter {chapter} with exercises.')
     code = compile(learners_text(file), str(file), 'exec')
-    made = checkers(notebook)
-    known = {ex.name: made[ex.check] for ex in exercises(notebook)}
+    checker_of = checkers(notebook)
+    asked = exercises(notebook)
     given = module_names(code_cells(notebook))
     names = {**given, '__name__': '__main__'} # with what the chapter imports, as in its notebook
     exec(code, names)
     verdicts = []
-    for name, checker in known.items():
-        answer = names.get(name)
-        if not callable(answer) or answer is given.get(name): continue
-        verdicts.append(verdict(checker, answer))
-        print(f'{name}: {verdicts[-1]}')
+    for ex in asked:
+        answer = names.get(ex.name)
+        if not callable(answer) or answer is given.get(ex.name): continue
+        verdicts.append(verdict(checker_of[ex.check], answer))
+        print(f'{ex.name}: {verdicts[-1]}')
     if not verdicts:
-        raise SystemExit(f'{file} has no function of these names: {", ".join(known)}.')
+        raise SystemExit(f'{file} has no function that chapter {chapter} asks for.')
     return int(set(verdicts) != {'right'})
 
 
