@@ -1,14 +1,17 @@
 """Does one loss scale train two heads in E4M3? (chapter 27)
 
 The net of the front page, 150 steps. A row is a loss scale; in the rows *uncut* E4M3 has no largest
-number, so nothing is cut at 448.
+number, so nothing is cut at 448. In the rows *E5M2* the gradients are E5M2, as in Micikevicius et al.
+(2022).
 """
 import numpy as np, torch
 
+from mpcourse.formats import get_format
 from mpcourse.rounding import quantize
 from mpcourse.toys import _PageNet, _page_score
 
 ROWS = [f'2^{k}' for k in (12, 15, 16, 17, 18)] + ['2^17, uncut', '2^18, uncut']
+ROWS += [f'2^{k}, E5M2' for k in (0, 6, 12, 18, 22)]
 SEEDS = range(5)
 
 
@@ -20,10 +23,22 @@ class Uncut(_PageNet):
         return np.where(np.abs(a) > 448, wide, super().cast(a))
 
 
+class TwoFormats(_PageNet):
+    "Gradients in E5M2, everything else in E4M3"
+    def backward(self, *args):
+        "Cast to E5M2 on the way back"
+        forward, self.fmt = self.fmt, get_format('e5m2')
+        grads = super().backward(*args)
+        self.fmt = forward
+        return grads
+
+
 def run(row, seed):
     "Accuracy on new digits, and the error of their drawings"
-    S = 2.**int(row.removeprefix('2^').removesuffix(', uncut'))
-    net = (Uncut if 'uncut' in row else _PageNet)('e4m3', seed=seed, exact=False)
+    k, _, kind = row.removeprefix('2^').partition(', ')
+    S = 2.**int(k)
+    kinds = {'uncut': Uncut, 'E5M2': TwoFormats}
+    net = kinds.get(kind, _PageNet)('e4m3', seed=seed, exact=False)
     for _ in range(150):
         x, y = net.batch()
         low = {name: net.cast(w) for name, w in net.weights.items()}
