@@ -14,6 +14,7 @@ from .fp8 import CastConfig, Recipe, e8m0_floor, e8m0_ceil
 from .rounding import quantize
 
 # %% ../nbs/28_fourbits.ipynb #b17d4463
+#| code-fold: true
 def nvfp4_scale(
     amax:Tensor, # largest magnitude of each tile
     global_amax:Tensor, # largest magnitude of the whole matrix
@@ -47,6 +48,7 @@ def rotate16(
     return (x @ h.T).flatten(-2)
 
 # %% ../nbs/28_fourbits.ipynb #6352ad6c
+#| code-fold: true
 def _four(tile_w, scale, rounding='stochastic', tile=(1, 16), **more):
     "A recipe whose tiles are rows in x and g and `tile_w` in w; `rounding` is that of the gradient"
     x = CastConfig('e2m1', tile, scale)

@@ -46,6 +46,7 @@ def fp32_scale(
     return amax/fmt.max
 
 # %% ../nbs/27_fp8.ipynb #019de24a
+#| code-fold: true
 def e8m0_ceil(
     amax:Tensor, global_amax:Tensor, fmt, tiles:Tensor|None=None, # as for `no_scale`
 )->Tensor: # like amax, powers of two

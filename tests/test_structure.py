@@ -246,6 +246,24 @@ def test_chapter_opens_with_what_it_needs(path):
     if path.stem < '88': assert re.search(r'\d+ minutes to read', opening), 'README tells the minutes'
 
 
+@notebooks
+def test_minutes_are_counted(path):
+    "200 words or eight lines of code a minute and 45 seconds a figure, without what is folded"
+    stated = re.search(r'^(\d+) minutes to read', '\n'.join(TEXTS[path]), re.M)
+    if not stated: return
+    words = lines = figures = 0
+    for text, cell in zip(TEXTS[path], CELLS[path]):
+        if re.match(r'## (In earnest|Exercises)', text): break
+        if cell['cell_type'] == 'markdown':
+            words += len(re.findall(r'\w+', text))
+            continue
+        figures += 'fig-cap' in text or 'Live(' in text
+        if not re.search(r'^#\| *(hide|code-fold)', text, re.M):
+            lines += len(re.findall(r'^(?!#\||from |import )\s*\S', text, re.M))
+    counted = words/200 + lines/8 + .75*figures
+    assert abs(int(stated[1]) - counted) <= 2, f'{counted:.0f} minutes'
+
+
 @chapters
 def test_exercises_are_graded_and_solved(path):
     text = '\n'.join(TEXTS[path])

@@ -42,7 +42,7 @@ def chapter_table(
         minutes += int(ch.minutes or 0)
         link = f'[{ch.title}]({ch.path.name})'
         rows.append(f'| {ch.number} | {link} | {ch.minutes} | {first_sentence(ch.promise)} |')
-    rows.append(f'| | together | {minutes} | |')
+    rows.append(f'| | together | {minutes} | at 200 words or eight lines of code a minute |')
     for kind, links in others.items():
         if links: rows += ['', f'{kind}: {" · ".join(links)}.']
     return '\n'.join(rows)
