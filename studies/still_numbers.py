@@ -35,7 +35,8 @@ MOMENTS = {
     'FP32': {}, 'BF16': dict(v=BF16), 'm BF16': dict(m=BF16), 'BF16, rounded by chance': dict(v=by_chance),
     'BF16, beta2 .95': dict(v=BF16, beta2=.95), 'FP32, beta2 .95': dict(beta2=.95),
     'FP32, no bad batches': dict(spike=1.), 'BF16, no bad batches': dict(v=BF16, spike=1.),
-    'BF16, beta2 .95, no bad batches': dict(v=BF16, beta2=.95, spike=1.)}
+    'BF16, beta2 .95, no bad batches': dict(v=BF16, beta2=.95, spike=1.),
+    'FP32, beta2 .95, no bad batches': dict(beta2=.95, spike=1.)}
 STATES = {
     'FP32': {}, 'v INT8': dict(v='int8'), 'm INT8': dict(m='int8'), 'E4M3': dict(m='e4m3', v='e4m3'),
     'INT8 of the root of v': dict(m='int8', v='int8', root=True),

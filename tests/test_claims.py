@@ -4,7 +4,7 @@ import importlib.util, json, sys
 import pytest
 from conftest import ROOT
 
-from tools.notebooks import code_cells, imported
+from tools.fingerprints import code_cells, imported
 
 pytest.importorskip('nbclient')
 spec = importlib.util.spec_from_file_location('claims', ROOT/'tools'/'claims.py')

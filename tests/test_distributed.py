@@ -17,7 +17,7 @@ from mpcourse.gradscaler import GradScaler
 from mpcourse.monitor import TensorCollector
 from mpcourse.policies import get_policy
 from mpcourse.step import MixedStep
-from tools.notebooks import code_cells
+from tools.fingerprints import code_cells
 
 try: import cloudpickle
 except ImportError: from joblib.externals import cloudpickle    # before joblib 1.6

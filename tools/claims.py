@@ -34,7 +34,7 @@ from traitlets import Unicode
 
 from tools.asserts import room
 from tools.course import THREADS, first_match, make_client, progress_bar, run_async, write_text
-from tools.notebooks import ROOT, NOT_RUN, code_cells, code_hash, digest, read_text
+from tools.fingerprints import ROOT, NOT_RUN, code_cells, code_hash, digest, read_text
 from tools.warm import warm
 
 STORE = ROOT/'studies'/'claims.json'

@@ -18,7 +18,7 @@ from nbformat.v4 import new_notebook, new_output
 from tqdm import tqdm
 
 from mpcourse.doctor import has_cuda
-from tools.notebooks import ROOT, code_hash, digest, read_text
+from tools.fingerprints import ROOT, code_hash, digest, read_text
 from tools.pages import MAKERS, directives, error_of, index_html, page_html
 from tools.warm import warm
 

@@ -16,7 +16,7 @@ import nbformat
 from nbconvert.filters.ansi import strip_ansi
 from nbformat.v4 import new_markdown_cell, new_output
 from tools.course import chapters, executed, is_fresh, run_course
-from tools.notebooks import code_cells
+from tools.fingerprints import code_cells
 from tools.pages import (STATE, VIEW, directives, error_of, fold_earnest, html_of, is_check,
                          is_imports, join_imports, sharpen, statements, widget_html)
 from tools.runtime import links
