@@ -197,7 +197,7 @@ def _alike(source, g='e4m3', history=0, **how):
     return Recipe(cast, cast, CastConfig(g, **how), history, source=source)
 
 RECIPES = {
-    'none': Recipe(source='Micikevicius et al. 2022, without scales'),
+    'none': Recipe(source='the formats of Micikevicius et al. 2022, without scales'),
     'tensorwise': _alike('torchao 0.18, tensorwise', 'e5m2', scale=fp32_scale),
     'rowwise': _alike('torchao 0.18, rowwise', tile=(1, None), scale=e8m0_ceil),
     'current': _alike('TransformerEngine 2.8, Float8CurrentScaling', 'e5m2', scale=fp32_scale),
@@ -208,7 +208,7 @@ RECIPES = {
         source='TransformerEngine 2.8, Float8BlockScaling'),
     'deepseek': Recipe(
         CastConfig(tile=(1, 128), scale=fp32_scale), CastConfig(tile=(128, 128), scale=fp32_scale),
-        CastConfig(tile=(1, 128), scale=fp32_scale), source='DeepSeek-V3, arXiv 2412.19437'),
+        CastConfig(tile=(1, 128), scale=fp32_scale), source='the tiles of DeepSeek-V3, arXiv 2412.19437'),
     'mx': _alike('TransformerEngine 2.8, MXFP8BlockScaling', tile=(1, 32), scale=e8m0_ceil),
     'mx_floor': _alike('OCP Microscaling 1.0', tile=(1, 32), scale=e8m0_floor)}
 
