@@ -208,7 +208,8 @@ RECIPES = {
         source='TransformerEngine 2.8, Float8BlockScaling'),
     'deepseek': Recipe(
         CastConfig(tile=(1, 128), scale=fp32_scale), CastConfig(tile=(128, 128), scale=fp32_scale),
-        CastConfig(tile=(1, 128), scale=fp32_scale), source='the tiles of DeepSeek-V3, arXiv 2412.19437'),
+        CastConfig(tile=(1, 128), scale=fp32_scale),
+        source='the tiles of DeepSeek-V3, arXiv 2412.19437'),
     'mx': _alike('TransformerEngine 2.8, MXFP8BlockScaling', tile=(1, 32), scale=e8m0_ceil),
     'mx_floor': _alike('OCP Microscaling 1.0', tile=(1, 32), scale=e8m0_floor)}
 

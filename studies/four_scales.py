@@ -20,11 +20,15 @@ CAST = CastConfig('e2m1', scale=fp32_scale)
 SCALES = {'one scale': Recipe(CAST, CAST, CAST), 'blocks': FP4_RECIPES['nvfp4_plain']}
 ALONE = 'FP32, the gradient of the logits with one scale'
 SYMBOLS = ALONE + ', the sum of each symbol restored'
+OTHERS = ALONE + ', the sums given to other symbols'
 WINDOWS = ALONE + ', the sum of each window restored'
 BUT = 'one scale, the gradient of the logits in FP32'
-ROWS = ['FP32', ALONE, SYMBOLS, WINDOWS, BUT] + [f'{scale}{more}' for scale in SCALES for more in ('', ', stochastic gradients', ', readout in FP32')]
+ROWS = ['FP32', ALONE, SYMBOLS, OTHERS, WINDOWS, BUT] + [f'{scale}{more}' for scale in SCALES for more in ('', ', stochastic gradients', ', readout in FP32')]
 SLOWER = ', rate 1e-3'
-ROWS += [f'{name}{SLOWER}' for name in ('FP32', 'one scale')]
+MIDDLE = ', rate 3e-3'
+ROWS += [f'{name}{rate}' for rate in (SLOWER, MIDDLE) for name in ('FP32', 'one scale')]
+ON = {', stochastic inputs and weights': 'xw', ', all stochastic': 'xwg'}
+ROWS += [f'blocks{more}' for more in ON]
 SEEDS = range(8)
 STEPS = 200
 
@@ -43,14 +47,18 @@ def cast_symbols(g):
 
 
 def cast_windows(g):
-    "Cast; then the positive entries of each window get the factor that makes its sum zero again"
+    "Cast; then what each window's sum over the symbols lost is given to all its entries alike"
     q = CAST(g)
-    up, down = q.clamp(max=0), q.clamp(min=0)
-    total = down.sum(1, keepdim=True)
-    return torch.where(total > 0, up - down*up.sum(1, keepdim=True)/total, q)
+    return q + (g - q).mean(1, keepdim=True)
 
 
-CASTS = {ALONE: CAST, SYMBOLS: cast_symbols, WINDOWS: cast_windows}
+def cast_others(g):
+    "As `cast_symbols`, and each symbol gets what another one lost"
+    q = CAST(g)
+    return q + (g - q).mean(0, keepdim=True)[:, torch.randperm(g.shape[1])]
+
+
+CASTS = {ALONE: CAST, SYMBOLS: cast_symbols, OTHERS: cast_others, WINDOWS: cast_windows}
 
 
 class CastGradient(torch.autograd.Function):
@@ -101,17 +109,20 @@ def converted(row, seed):
     name, _, more = row.partition(', ')
     if name == 'FP32': return net(seed)
     recipe = SCALES[name]
-    if 'stochastic' in more: recipe = replace(recipe, g=replace(recipe.g, rounding='stochastic'))
+    if 'stochastic' in more:
+        which = ON.get(f', {more}', 'g')
+        recipe = replace(recipe, **{k: replace(getattr(recipe, k), rounding='stochastic') for k in which})
     return simulate_fp8(net(seed), recipe, keep='8' if 'readout' in more else ())
 
 
 def run(row, seed):
     "Mean of the last twenty training losses"
     torch.manual_seed(seed)             # for stochastic rounding
-    model = converted(row.removesuffix(SLOWER), seed)
+    model = converted(row.removesuffix(SLOWER).removesuffix(MIDDLE), seed)
     windows, gen = char_text(9).train[0], torch.Generator().manual_seed(seed)
     data = (windows[torch.randint(len(windows), (64,), generator=gen)] for _ in range(STEPS))
-    opt = torch.optim.Adam(model.parameters(), .001 if row.endswith(SLOWER) else .01)
+    rate = float(row.partition(', rate ')[2] or .01)
+    opt = torch.optim.Adam(model.parameters(), rate)
     losses = fit(model, ((w[:, :8], w[:, 8]) for w in data), opt, F.cross_entropy,
         schedule=lambda i: 1 - i/STEPS)['loss']
     return dict(loss=sum(losses[-20:])/20)

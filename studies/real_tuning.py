@@ -2,7 +2,8 @@
 
 SmolLM2-135M learns Python's help topics: 20 steps of AdamW (no decay), each on another text of 128
 tokens. Everything is computed in FP32 unless the row says otherwise. Rounded at the end: what was
-trained in FP32 is saved in BF16. A seed chooses the texts. The
+trained in FP32 is saved in BF16. All BF16: torch's AdamW on BF16 weights and gradients, which keeps
+its moments in BF16. A seed chooses the texts. The
 values: mean loss on ten topics that no run has trained on and on ten pieces of code, before and
 after; the share of weights that differ from the start; skipped steps.
 """
@@ -25,7 +26,8 @@ ROWS = [*(f'{name}, {rate:g}' for name in STORED for rate in RATES),
         'autocast BF16, 1e-05', 'FP16 measured, 1e-05', 'FP16 scale 1, 1e-05',
         'FP16 2^16 constant, 1e-05', 'FP16 2^16, 1e-05', 'FP16 2^32, 1e-05',
         'FP32, 2e-05', 'FP32, 5e-05', 'FP32 rounded at the end, 1e-05', 'FP32 rounded at the end, 0.0001',
-        'LoRA on FP32, 0.0001', *(f'LoRA on BF16, {rate:g}' for rate in (2e-4, 5e-4, 1e-3))]
+        'LoRA on FP32, 0.0001', *(f'LoRA on BF16, {rate:g}' for rate in (2e-4, 5e-4, 1e-3)),
+        'all BF16, 1e-05', 'all BF16, 0.0001']
 SEEDS = range(5)
 BASES = {'FP32': torch.clone, 'BF16': torch.Tensor.bfloat16, 'E4M3': CastConfig('e4m3', (1, None), fp32_scale)}
 
@@ -107,6 +109,20 @@ def plain(row, model, opt, train, start):
     return 0
 
 
+def in_bf16(model, rate, train):
+    "Train with torch's AdamW on BF16 copies of the weights and gradients"
+    params = [*model.parameters()]
+    stored = [p.detach().bfloat16() for p in params]
+    opt = torch.optim.AdamW(stored, lr=rate, weight_decay=0)
+    for t in train:
+        model.zero_grad()
+        text_loss(model(t[None]), t[None]).backward()
+        for p, w in zip(params, stored): w.grad = p.grad.bfloat16()
+        opt.step()
+        for p, w in zip(params, stored): p.data.copy_(w)
+    return 0
+
+
 def run(row, seed):
     "What 20 steps have taught"
     torch.manual_seed(seed)
@@ -121,7 +137,8 @@ def run(row, seed):
     before = losses(model, held), losses(model, code)
     learn = [p for p in model.parameters() if p.requires_grad]
     opt = torch.optim.AdamW(learn, lr=rate, weight_decay=0)
-    if 'FP16' in row or 'autocast' in row: skipped = mixed(row, model, opt, train)
+    if row.startswith('all'): skipped = in_bf16(model, rate, train)
+    elif 'FP16' in row or 'autocast' in row: skipped = mixed(row, model, opt, train)
     else: skipped = plain(row, model, opt, train, start)
     if 'rounded at the end' in row:
         for p in model.parameters(): p.data.copy_(p.bfloat16())
