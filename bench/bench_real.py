@@ -7,7 +7,6 @@ import torch
 from harness import alone, Row
 from mpcourse.advise import advise_schemes
 from mpcourse.fp8 import simulate_fp8
-from mpcourse.overflow import find_overflow
 from mpcourse.real import load_smollm2, read_texts, text_loss
 from mpcourse.sanitizer import sanitize
 from mpcourse.underflow import probe_flushed
@@ -20,8 +19,6 @@ def step(model, ids):
 def watched(model, ids):
     with sanitize(), torch.autocast('cpu', torch.bfloat16): step(model, ids)
 
-def overflow(model, ids): find_overflow(model, (ids, ids), text_loss, scale=2.**16)
-
 def flushed(model, ids): probe_flushed(model, (ids, ids), text_loss)
 
 def in_fp8(model, ids): step(simulate_fp8(model, 'tensorwise', keep='lm_head'), ids)
@@ -30,8 +27,8 @@ def advised(model, ids):
     opt = torch.optim.AdamW(model.parameters(), lr=1e-5)
     advise_schemes(model, opt, text_loss, [(ids, ids)]*4, steps=4)
 
-JOBS = {'a training step': step, 'sanitize, BF16': watched, 'find_overflow, FP16': overflow,
-        'probe_flushed, FP16': flushed, 'advise_schemes, four steps': advised, "a step under simulate_fp8('tensorwise')": in_fp8}
+JOBS = {'a training step': step, 'sanitize, BF16': watched, 'probe_flushed, FP16': flushed,
+        'advise_schemes, four steps': advised, "a step under simulate_fp8('tensorwise')": in_fp8}
 
 
 def measured(job, pipe):

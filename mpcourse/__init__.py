@@ -44,8 +44,6 @@ if TYPE_CHECKING:  # what editors and type checkers see; the aliases mark the na
     from .master import to_model_params as to_model_params
     from .monitor import TensorCollector as TensorCollector
     from .monitor import tensor_stats as tensor_stats
-    from .overflow import early_warning as early_warning
-    from .overflow import find_overflow as find_overflow
     from .policies import DeepSpeedScaler as DeepSpeedScaler
     from .policies import FairseqScaler as FairseqScaler
     from .policies import LogMaxScaler as LogMaxScaler
@@ -56,15 +54,14 @@ if TYPE_CHECKING:  # what editors and type checkers see; the aliases mark the na
     from .sanitizer import sanitize as sanitize
     from .scaler import LossScaler as LossScaler
     from .scaler import StaticScaler as StaticScaler
-    from .simulator import load_trace as load_trace
     from .simulator import record_trace as record_trace
     from .simulator import replay as replay
-    from .simulator import save_trace as save_trace
     from .step import MixedStep as MixedStep
     from .step import StepOutcome as StepOutcome
     from .tensorcore import as_gpu as as_gpu
     from .tensorcore import fp32_accumulate as fp32_accumulate
     from .testing import assert_rounded as assert_rounded
+    from .underflow import early_warning as early_warning
     from .underflow import note_flushed as note_flushed
     from .underflow import probe_flushed as probe_flushed
     from .unit import assert_unit_scaled as assert_unit_scaled
@@ -88,16 +85,15 @@ _NAMES = {
     'learner': ['ALSViewCB', 'MonitorCB', 'RunningMeanCB', 'WarnCB'],
     'master': ['get_master', 'to_master_grads', 'to_model_params'],
     'monitor': ['TensorCollector', 'tensor_stats'],
-    'overflow': ['early_warning', 'find_overflow'],
     'policies': ['DeepSpeedScaler', 'FairseqScaler', 'LogMaxScaler', 'MetaseqScaler', 'get_policy'],
     'rounding': ['quantize'],
     'sanitizer': ['probe_precision', 'sanitize'],
     'scaler': ['LossScaler', 'StaticScaler'],
-    'simulator': ['load_trace', 'record_trace', 'replay', 'save_trace'],
+    'simulator': ['record_trace', 'replay'],
     'step': ['MixedStep', 'StepOutcome'],
     'tensorcore': ['as_gpu', 'fp32_accumulate'],
     'testing': ['assert_rounded'],
-    'underflow': ['note_flushed', 'probe_flushed'],
+    'underflow': ['early_warning', 'note_flushed', 'probe_flushed'],
     'unit': ['assert_unit_scaled'],
     'unit_models': ['unit_param_groups', 'unit_scale'],
 }

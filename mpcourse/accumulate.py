@@ -168,7 +168,7 @@ class NoMasterWeights:
 def state_dict(self:NoMasterWeights,
     opt:torch.optim.Optimizer, # of the same parameters
 )->dict: # for `torch.save`
-    "What a training needs besides the model's state; like torch's it holds references, so copy it"
+    "What a run needs besides the model's state; like torch's it holds references, so copy it"
     generator = None if self.generator is None else self.generator.get_state()
     return dict(opt=opt.state_dict(), lost=list(self.compensation), generator=generator)
 

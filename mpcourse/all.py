@@ -26,7 +26,6 @@ from .simulator import *  # noqa: F403
 from .gradscaler import *  # noqa: F403
 from .monitor import *  # noqa: F403
 from .underflow import *  # noqa: F403
-from .overflow import *  # noqa: F403
 from .sanitizer import *  # noqa: F403
 from .als import *  # noqa: F403
 from .layerwise import *  # noqa: F403
@@ -51,7 +50,7 @@ from .conform import *  # noqa: F403
 
 # %% ../nbs/93_all.ipynb #a27af561
 MODULES = '''formats rounding toys failures tensorcore emulate recipe half master scaler step callback
-             checkpoint dynamic policies simulator gradscaler monitor underflow overflow sanitizer als layerwise
+             checkpoint dynamic policies simulator gradscaler monitor underflow sanitizer als layerwise
              accumulate distributed learner zoo unit unit_models fp8 fourbits remainders compare
              advise cases plots watch real gap testing conform'''.split()
 __all__ = [name for m in MODULES for name in sys.modules[f'mpcourse.{m}'].__all__]

@@ -383,7 +383,7 @@ def _as_power(x):
     return {1: power, -1: f'-{power}'}.get(top, f'{top}*{power}')
 
 def _why_code(x, off, fmt):
-    "What is usually forgotten where a code is off by so much"
+    "The usual mistake behind a code for x that is wrong by `off`"
     if x == 0: return 'a zero has a sign: copysign'
     if abs(off) == 1 and fmt.decode(fmt.encode(x)) != x: return 'a tie, which goes to the even code'
     if abs(x) < fmt.tiny: return f'a subnormal: its exponent stays {fmt.emin}'

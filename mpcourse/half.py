@@ -172,7 +172,7 @@ class FP32Forward(WrappedForward):
         return out if isinstance(self.module, _Loss) else cast(out, self.dtype)
 
 # %% ../nbs/06_half.ipynb #a786f2fc
-# kernels that take half inputs beside FP32 weights, and where
+# kernels that take half inputs with FP32 weights, and on which devices
 MIXED = {nn.BatchNorm1d: ('cpu', 'cuda'), nn.BatchNorm2d: ('cpu', 'cuda'),
          nn.BatchNorm3d: ('cpu', 'cuda'), nn.LayerNorm: ('cpu',), nn.GroupNorm: ('cpu',)}
 

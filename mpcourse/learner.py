@@ -23,11 +23,10 @@ from .dynamic import validate_steps
 from .formats import fp16
 from .monitor import TensorCollector, TensorHooks
 from .plots import CYCLE, figure_html, log2_axis, log2_hist, Log2Hist, plot_log2_hist
-from .overflow import early_warning
 from .scaler import LossScaler, StaticScaler, warn_user
 from .step import StepController
 from .tensorcore import half_compute
-from .underflow import note_flushed
+from .underflow import early_warning, note_flushed
 
 # %% ../nbs/89_learner.ipynb #89c4ec0a
 class MonitorCB(ContextCB):

@@ -114,7 +114,7 @@ def exchange_params(
     old:list, # lists of parameters that it moves, such as either result of `get_master`
     new:list, # those that it is to move, one for each
 ):
-    """Give an optimizer other parameters in the same places; each one takes over the state, in FP32
+    """Give an optimizer other parameters in the same positions; each takes over the state, in FP32
 
     Exchange half parameters back for saving, not for a step: the state stays in FP32."""
     n_old = list(map(len, old))

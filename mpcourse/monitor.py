@@ -281,7 +281,7 @@ def _is_added_to(leaf):
     except RuntimeError: return False       # autograd.grad, by this leaf
 
 class BackwardPass:
-    "Tells the backward pass that trains from a derivative for which a model asks inside"
+    "Tells the backward pass that trains from derivatives that the model itself asks for"
     def __init__(self):
         self.leaves = []            # the nodes at which a model's graphs begin
         self.task = -1              # the running backward pass

@@ -96,8 +96,8 @@ def _native(
 
 @cache
 def _holds(
-    dtype:torch.dtype, # can it hold
-    fmt:FloatFormat, # this format's every value?
+    dtype:torch.dtype, # the dtype that may hold them
+    fmt:FloatFormat, # the format whose values it has to hold
 )->bool:
     "True if casting fmt's values to dtype changes none of them"
     if dtype == torch.float64: return True

@@ -106,7 +106,7 @@ def grad_statistic(
 
 # %% ../nbs/09_step.ipynb #e537a3fb
 def _contents(b):
-    "A buffer's numbers; None without one, and of an expanded, sparse, nested or unmade one"
+    "A buffer's numbers; None if it is missing, expanded, sparse, nested or uninitialized"
     if b is None or isinstance(b, UninitializedBuffer): return None
     b = _local(b)
     if b.is_quantized or b.is_nested: return None
@@ -200,7 +200,7 @@ class BufferSnapshot:
         self.before = {}
 
 # %% ../nbs/09_step.ipynb #35c00c8b
-LOOK_EVERY = 50 # steps from one look of the host at a skip to the next; bad losses before a warning
+LOOK_EVERY = 50 # the host looks for skips every 50 steps, and warns of 50 bad losses in a row
 
 def _one_more(skips, found):
     "The skipped steps in a row on the device: one more where `found` is above 0, else 0"
@@ -382,7 +382,7 @@ class StepController:
     def count_on(self,
         opt, # a torch or fastai optimizer, which is about to step
     ):
-        "Count from its last step on, so that a scaler that is built anew in each step sees it, too"
+        "Count from its last step on, so that a scaler that is rebuilt in each step sees it, too"
         opt = inner_optimizer(opt)
         if self.number < 0: self.number, self.skips = _COUNTS.get(opt, (-1, 0))
         self.opt = self.opt or opt

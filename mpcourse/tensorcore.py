@@ -26,7 +26,7 @@ from .rounding import quantize
 @dataclass(frozen=True)
 class Core:
     "How a tensor core adds up: one instruction"
-    group:int                   # products that are added at once, beside the running sum
+    group:int                   # products that are added at once, besides the running sum
     bits:int                    # fraction bits that each keeps, below the largest exponent
     keep:int|None = 23          # fraction bits of the new sum; None: FP16, rounded to nearest
     instruction:str = ''        # its name in PTX, NVIDIA's assembly language

@@ -100,7 +100,7 @@ def batches(
 def seeded(
     n: int, # which of this run's seeds
 ):
-    "Draw with a seed inside; outside, the random state is as if nothing had happened"
+    "Draw with this seed inside the block; outside it the random state is unchanged"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed(n))
         yield
@@ -139,7 +139,7 @@ def deep_sigmoid(
 def call_args(
     xb, # a batch's inputs, as a DataLoader gives them
 ) -> tuple: # (args, kwargs) for the model
-    "Call a model: a list or tuple gives its arguments, a mapping its keywords, all else is one"
+    "A model's arguments: those in a list or tuple, a mapping's keywords, or else just this one"
     if isinstance(xb, Mapping): return (), dict(xb)
     if isinstance(xb, (list, tuple)) and not hasattr(xb, '_fields'): return tuple(xb), {}
     return (xb,), {}
@@ -437,7 +437,7 @@ class _PageState:
 
 # %% ../nbs/03_toys.ipynb #4a772fd9
 class _PageNet(_PageState):
-    "What computes in it, without the step; `exact=False` adds in any order, ten times as fast"
+    "Its computations, without the step; `exact=False` adds in any order, ten times as fast"
     def __init__(self, fmt='fp16', lr=3e-3, masters=True, seed=0, exact=True):
         super().__init__(seed)
         self.fmt, self.overflow = get_format(fmt), 'saturate'
@@ -611,7 +611,7 @@ def char_transformer(
 
 # %% ../nbs/03_toys.ipynb #8b7ba812
 def warmup_cosine(
-    steps: int,  # of the whole training
+    steps: int,  # of the whole run
     warmup: int, # steps of linear rise
 ) -> Callable: # step number -> factor in (0, 1]
     "Rise linearly, fall along a cosine"
@@ -631,7 +631,7 @@ class Toy:
     data: Callable                    # device -> Data
     model: Callable                   # (seed, device) -> module
     opt: Callable                     # parameters -> optimizer
-    steps: int                        # of a whole training
+    steps: int                        # of a whole run
     bs: int                           # batch size
     loss: tuple                       # interval of the mean of the last 20 training losses, in FP32
     acc: tuple                        # interval of the validation accuracy, in FP32
@@ -692,7 +692,7 @@ def get_toy(
 
 @dataclass
 class Run:
-    "What a training left behind"
+    "What a run left behind"
     toy: Toy          # what was trained
     model: nn.Module  # the trained model
     history: dict     # a list of floats per recorded name

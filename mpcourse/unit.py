@@ -93,7 +93,7 @@ def assert_unit_scaled(
     if off: raise AssertionError(f'Not unit-scaled: {off} should be within {tol} of 1.')
 
 # %% ../nbs/25_unit.ipynb #2450ecdf
-PARAMS = 'w', 'b' # names of parameters, whose gradients have factors of their own
+PARAMS = 'w', 'b' # names of parameters, whose gradients have their own factors
 
 def unit_op(
     op:Callable, # takes the tensors, in their order

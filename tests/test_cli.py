@@ -1,18 +1,16 @@
-"""`mpcourse replay` and `mpcourse compare`: what they print and write, and a sentence for each thing that cannot be."""
+"""The console command: what it prints and writes, and a sentence for each thing that cannot be."""
 import subprocess, sys, warnings
 from pathlib import Path
 
 import pytest
 
 from mpcourse.cli import main
-from mpcourse.simulator import overflow_burst, save_trace
 
 pytestmark = [pytest.mark.library, pytest.mark.filterwarnings('ignore::DeprecationWarning')] # other packages' own
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path_factory, monkeypatch):
-    "`replay` writes replay.png into the current folder"
     monkeypatch.chdir(tmp_path_factory.mktemp('here'))
 
 
@@ -23,71 +21,7 @@ def out_of(capsys, *argv):
     return code, said.out, said.err
 
 
-def test_replay_prints_the_story(capsys):
-    code, out, err = out_of(capsys, 'replay', '--start', '2^16', '--policies', 'torch, megatron,metaseq')
-    rows = {l.split()[0]: l.split() for l in out.splitlines() if l.startswith(('torch', 'mega', 'meta'))}
-    assert code == 0 and not err and '610 steps, 10 of them bad' in out
-    assert rows['torch'][1:5] == ['16', '6', '6', '10'] and rows['megatron'][3] == '7' and rows['metaseq'][3] == '16'
-
-
-def test_replay_flies_all_policies_from_their_own_start(capsys):
-    from mpcourse.policies import RULES
-    code, out, _ = out_of(capsys, 'replay', '--storm', '0010')
-    assert code == 0 and all(f'\n{name} ' in out for name in RULES)
-
-
-@pytest.mark.parametrize('argv, steps', [(('--storm', '0110'), '4 steps, 2'), (('--storm', 'hard', '--bad', '3', '--before', '5', '--after', '0'), '8 steps, 3'),
-                                         (('--storm', 'random', '--rate', '1', '--steps', '50'), '50 steps, 50')])
-def test_storms(argv, steps, capsys):
-    code, out, _ = out_of(capsys, 'replay', *argv, '--policies', 'torch')
-    assert code == 0 and steps in out
-
-
-def test_a_finite_factor_and_a_recorded_trace(tmp_path, capsys):
-    code, out, _ = out_of(capsys, 'replay', '--storm', '1'*30, '--factor', '2^14', '--policies', 'torch', '--start', '65536')
-    assert code == 0 and ['torch', '16', '11', '11', '5'] in [l.split()[:5] for l in out.splitlines()]
-    save_trace(overflow_burst(4, 2, 2), tmp_path/'t.pt')
-    code, out, _ = out_of(capsys, 'replay', '--storm', str(tmp_path/'t.pt'), '--policies', 'torch')
-    assert code == 0 and '8 steps, 4 of them bad' in out
-
-
-@pytest.mark.parametrize('name', ['storm.png', 'storm.svg'])
-def test_replay_draws(name, tmp_path, capsys):
-    code, out, _ = out_of(capsys, 'replay', '--storm', '0'*20 + '1'*5, '--policies', 'torch', '--out', str(tmp_path/name))
-    assert code == 0 and (tmp_path/name).stat().st_size > 5000 and name in out
-
-
-def test_replay_draws_into_the_current_folder_unless_told_otherwise(tmp_path, capsys):
-    code, out, _ = out_of(capsys, 'replay', '--storm', '001', '--policies', 'torch', '--out', str(tmp_path/'x.png'))
-    assert code == 0 and not Path('replay.png').exists() and out.endswith('x.png.\n')
-    code, out, _ = out_of(capsys, 'replay', '--storm', '001', '--policies', 'torch')
-    assert code == 0 and Path('replay.png').stat().st_size > 5000 and out.endswith('The plot is in replay.png.\n')
-    assert out_of(capsys, 'replay', '--storm', '001', '--policies', 'torch', '--out', 'bare')[1].endswith('The plot is in bare.png.\n') and Path('bare.png').exists()
-
-
-def test_a_policy_that_gives_up_is_named(capsys):
-    code, out, _ = out_of(capsys, 'replay', '--storm', '011', '--policies', 'deepspeed', '--start', '1')
-    assert code == 3 and 'deepspeed gave up at step 2: ' in out
-
-
-@pytest.mark.parametrize('argv, says', [
-    (('--storm', 'hurricane'), "There is no storm 'hurricane': take hard, random, a script"), (('--storm', ''), "There is no storm ''"),
-    (('--policies', 'torch,nobody'), 'nobody'), (('--start', '0'), 'A loss scale of 0'), (('--start', 'high'), "'high' is not a number"),
-    (('--factor', '3'), 'cannot be 3 times as large'), (('--factor', 'x'), "'x' is not a number"), (('--storm', 'random', '--rate', '2'), 'a probability'),
-    (('--storm', '01', '--policies', 'torch', '--out', '/nowhere/x.png'), "The plot cannot be written to '/nowhere/x.png' (No such file or directory): name another file with --out."),
-    (('--storm', '01', '--policies', 'torch', '--out', '.'), "'.' (it is a folder): name another"), (('--storm', '01', '--policies', 'torch', '--out', 'x.abc'), 'abc')])
-def test_replay_refuses_in_a_sentence(argv, says, capsys):
-    code, _, err = out_of(capsys, 'replay', *argv)
-    assert code == 2 and says in err and err.count('\n') == 1 and 'Traceback' not in err
-
-
-def test_a_file_that_is_no_trace(tmp_path, capsys):
-    (tmp_path/'x.json').write_text('{"a": 1}')
-    code, _, err = out_of(capsys, 'replay', '--storm', str(tmp_path/'x.json'))
-    assert code == 2 and 'is not a whole trace' in err and err.count('\n') == 1
-
-
-@pytest.mark.parametrize('argv', [('replay', '--bad', '-1'), ('replay', '--steps', '0'), ('compare', 'relu_mlp', '--seeds', '0'), ('compare', 'relu_mlp', '--seeds', 'x')])
+@pytest.mark.parametrize('argv', [('advise', 'relu_mlp', '--seed', '-1'), ('advise', 'relu_mlp', '--steps', '0'), ('compare', 'relu_mlp', '--seeds', '0'), ('compare', 'relu_mlp', '--seeds', 'x')])
 def test_numbers_that_are_none(argv, capsys):
     with pytest.raises(SystemExit) as e: main(list(argv))
     assert e.value.code == 2 and 'is not a whole number' in capsys.readouterr().err
@@ -126,38 +60,34 @@ def test_compare_trains_a_net_of_ones_own(capsys):
     assert code == 0 and 'BF16' in out and 'kept' not in out
 
 
+@pytest.mark.parametrize('command', ['compare', 'advise', 'probe'])
+def test_a_script_that_does_not_exist(command, capsys):
+    code, _, err = out_of(capsys, command, 'no.py:f')
+    assert code == 2 and "There is no script 'no.py'" in err and err.count('\n') == 1
+
+
 @pytest.mark.parametrize('argv, says', [(('chess',), "There is no toy 'chess'"), (('relu_mlp', '--schemes', 'FP32,magic'), "There is no scheme 'magic'"),
-                                        (('mine.py:none',), "defines no function 'none'"), (('mine.py:nothing',), 'return a Training'), (('no.py:f',), 'no.py')])
+                                        (('mine.py:none',), "defines no function 'none'"), (('mine.py:nothing',), 'return a Training')])
 def test_compare_refuses_in_a_sentence(argv, says, capsys):
     Path('mine.py').write_text(SCRIPT)
     code, _, err = out_of(capsys, 'compare', *argv)
     assert code == 2 and says in err and err.count('\n') == 1 and 'Traceback' not in err
 
 
-def test_a_warning_is_one_sentence_and_the_process_keeps_its_own_way_of_warning(capsys):
+def test_a_warning_is_one_sentence_and_the_process_keeps_its_own_way_of_warning(capsys, monkeypatch):
     before = warnings.showwarning
-    code, _, err = out_of(capsys, 'replay', '--start', '1000', '--policies', 'torch,fastai', '--storm', '010')
-    assert code == 0 and err == 'A loss scale of 1000 is not a power of two, so it rounds each gradient once more: 512 would not.\n'
+    def twice(seed):
+        for _ in range(2): warnings.warn('A loss scale of 1000 is not a power of two')
+        raise ValueError('No such net')
+    monkeypatch.setattr('mpcourse.cli.training_from', lambda *a: twice)
+    code, _, err = out_of(capsys, 'advise', 'relu_mlp')
+    assert code == 2 and err.count('A loss scale of 1000 is not a power of two\n') == 1 and 'UserWarning' not in err
     assert warnings.showwarning is before
-
-
-def test_replay_flies_automatic_loss_scaling_too(capsys, tmp_path):
-    code, out, _ = out_of(capsys, 'replay', '--policies', 'als,torch', '--start', '2^10', '--out', str(tmp_path/'r.png'))
-    rows = {l.split()[0]: l.split()[1:] for l in out.splitlines() if l.startswith(('als', 'torch'))}
-    assert code == 0 and rows['als'][:3] == ['10', '10', '22'] and rows['torch'][2] == '0'
-
-
-@pytest.mark.parametrize('out', ['x.exe', 'no/such/folder/x.png', '.'])
-def test_a_plot_that_cannot_be_written_is_refused_before_the_work(out, capsys, monkeypatch):
-    from mpcourse import simulator
-    monkeypatch.setattr(simulator, 'replay', lambda *a: pytest.fail('the work was done'))
-    code, said, err = out_of(capsys, 'replay', '--out', out)
-    assert code and not said and out in err and '--out' in err
 
 
 def test_a_reader_that_has_seen_enough_is_no_traceback(tmp_path):
     "As with `| head`: the other end of the pipe is closed before anything is written"
-    argv = ['replay', '--storm', '0010']
+    argv = ['doctor', '--json']
     p = subprocess.Popen([sys.executable, '-c', f'import sys; from mpcourse.cli import main; input(); sys.exit(main({argv}))'], cwd=tmp_path,
                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     p.stdout.close()
@@ -168,13 +98,13 @@ def test_a_reader_that_has_seen_enough_is_no_traceback(tmp_path):
 # --- for programs ---
 
 @pytest.mark.parametrize('argv, keys', [
-    (('replay', '--storm', '001', '--policies', 'torch'), {'trace', 'policies', 'stopped'}), (('probe', 'relu_mlp', '--schemes', 'bf16,TENSORWISE'), {'bf16', 'TENSORWISE'}),
+    (('probe', 'relu_mlp', '--schemes', 'bf16,TENSORWISE'), {'bf16', 'TENSORWISE'}),
     (('advise', 'relu_mlp', '--steps', '2', '--schemes', 'bf16'), {'verdicts', 'seen', 'remarks', 'settings', 'tracebacks'}),
     (('compare', 'relu_mlp', '--steps', '3', '--seeds', '1', '--schemes', 'mx'), {'schemes', 'runs'}), (('doctor',), {'python', 'versions', 'formats', 'advice'})])
 def test_json_is_all_that_is_printed(argv, keys, capsys):
     import json
     code, out, _ = out_of(capsys, *argv, '--json')
-    assert code in (0, 3) and keys <= json.loads(out, parse_constant=pytest.fail).keys() and not Path('replay.png').exists()
+    assert code in (0, 3) and keys <= json.loads(out, parse_constant=pytest.fail).keys()
 
 
 def test_a_fault_has_an_exit_code_and_plain_fields(tmp_path, capsys):

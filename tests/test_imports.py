@@ -123,7 +123,7 @@ with contextlib.redirect_stdout(out): pydoc.help(mpcourse)
 assert 'class GradScaler' in out.getvalue() and 'probe_precision' in out.getvalue(), out.getvalue()[:300]
 from mpcourse.cli import main
 with contextlib.redirect_stdout(out): assert main(['doctor']) == 0
-for argv in ('replay --storm 01', 'compare relu_mlp', 'advise relu_mlp', 'probe relu_mlp'):
+for argv in ('compare relu_mlp', 'advise relu_mlp', 'probe relu_mlp'):
     said = io.StringIO()
     with contextlib.redirect_stderr(said): code = main(argv.split())
     assert code == 2 and said.getvalue().count(chr(10)) == 1 and 'pip install' in said.getvalue(), (argv, code, said.getvalue())

@@ -88,6 +88,19 @@ def test_a_scale_that_is_too_large():
     assert (row.kind, row.backward, row.error) == ('overflow', True, math.inf)
 
 
+def test_the_first_overflow_is_found_where_it_begins():
+    toy = get_toy('char_lm')
+    lm, text = toy.model(0), next(batches(toy.data(), 4, 1))
+    assert probe_precision(lm, text, toy.loss_func, 'fp16').worst is None, 'a mask is minus infinity in FP32, too'
+    with torch.no_grad(): lm.blocks[1].attn.qkv.weight.mul_(2.**9)
+    row = probe_precision(lm, text, toy.loss_func, 'fp16').worst
+    assert (row.kind, row.module, row.backward) == ('overflow', 'blocks.1.attn', False) and row.code.startswith('scores = q @ k')
+    x, y = data()
+    x[3] = 1e5
+    row = probe_precision(mlp(8, 16, 4), (x, y), MSE, 'fp16').worst
+    assert (row.kind, row.op, row.module) == ('overflow', '_to_copy', '0')
+
+
 def test_updates_that_are_swallowed_and_those_that_are_not():
     net = mlp(8, 16, 4)
     small, large = (torch.optim.SGD(net.parameters(), lr) for lr in (1e-6, 10.))

@@ -1,6 +1,5 @@
 """Traces against real casts and real observations, storms, and replays against the scalers themselves."""
 import copy, math
-from functools import partial
 
 import pytest, torch
 from hypothesis import given, settings, strategies as st
@@ -11,8 +10,8 @@ from mpcourse.plots import log2_hist
 from mpcourse.policies import POLICIES, RULES, follow_rule, get_policy
 from mpcourse.rounding import quantize
 from mpcourse.scaler import StaticScaler
-from mpcourse.simulator import (Recording, flush_share, trace_from_hists, overflow_burst, load_trace, named_policies, observe,
-                                overflows, plot_result, random_burst, record_trace, replay, save_trace, trace_from_bits, burst_of)
+from mpcourse.simulator import (Recording, flush_share, trace_from_hists, overflow_burst, named_policies, observe,
+                                overflows, plot_result, random_burst, record_trace, replay, trace_from_bits, burst_of)
 from mpcourse.step import StepController, MixedStep
 from mpcourse.toys import plain_step, train_toy
 
@@ -147,25 +146,6 @@ def test_weather_recorded_and_repeated():
     assert t.amax.tolist() == [1, 4, 1, INF, 1]
     assert [flush_share(t, 1.)[i].item() for i in (0, 1, 2)] == [0, .5, 0]
     with pytest.raises(ValueError, match='finite gradients'): trace_from_bits('0', like=torch.tensor([INF]))
-
-
-
-@pytest.mark.parametrize('make', [overflow_burst, partial(trace_from_bits, '0110', factor=2.**5), partial(random_burst, .1, 50, factor=NAN),
-                                  partial(record_trace, 'relu_mlp', steps=4)])
-def test_traces_are_saved_whole(make, tmp_path):
-    t = make(); save_trace(t, tmp_path/'t'); u = load_trace(tmp_path/'t')
-    for n,v in vars(t).items(): assert same_bits(v, getattr(u, n)) if isinstance(v, torch.Tensor) else v == getattr(u, n), n
-    assert repr(u) == repr(t) and replay('torch', u).table().equals(replay('torch', t).table())
-
-
-@pytest.mark.parametrize('content', [b'', b'{"name": 1}', b'\xff\xfe', [1, 2], dict(name='one'),
-    dict.fromkeys(('name', 'amax', 'counts', 'lo', 'zeros', 'broken', 'bad'), 1)])
-def test_files_that_are_no_trace(content, tmp_path):
-    f = tmp_path/'t'
-    if isinstance(content, bytes): f.write_bytes(content)
-    else: torch.save(content, f)
-    with pytest.raises(ValueError, match='is not a whole trace'): load_trace(f)
-    with pytest.raises(FileNotFoundError, match='nowhere'): load_trace(tmp_path/'nowhere')
 
 
 # --- recording ---

@@ -568,12 +568,12 @@ Pair = namedtuple('Pair', 'a b')
 @pytest.mark.parametrize('form', [tuple, list, lambda ab: dict(zip('ab', ab)), lambda ab: UserDict(zip('ab', ab)), lambda ab: Pair(*ab)], ids=['tuple', 'list', 'dict', 'mapping', 'named'])
 def test_batches_as_loaders_give_them(form):
     from mpcourse.advise import advise_schemes
-    from mpcourse.overflow import find_overflow
+    from mpcourse.sanitizer import probe_precision
     net, ab, y = Sum(), torch.randn(2, 3, 8), torch.randn(3, 1)
     xb = form(list(ab))
     step = MixedStep(StaticScaler.measured(net, [xb, y], mse))
     step(net, xb, y, sgd(net), mse)
-    assert step.outcome.stepped and find_overflow(net, [xb, y], mse) is None
+    assert step.outcome.stepped and not probe_precision(net, [xb, y], mse, 'fp16').findings
     assert advise_schemes(net, sgd(net), mse, [[xb, y]]*3, steps=3, schemes=('BF16',)).verdicts['BF16'][0] == 'yes'
 
 
