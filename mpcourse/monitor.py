@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.amp import GradScaler as TorchGradScaler
 from torch.utils._python_dispatch import _disable_current_modes
@@ -379,19 +380,19 @@ class StepSums(TensorHooks):
         self.add(rows, (name, kind), row)
 
 # %% ../nbs/15_monitor.ipynb #56790143
-def step_table(
-    seen, # a `StepSums` that has something
+@patch
+def table(self:StepSums,
     names, # of `STATISTICS`
 )->Tensor: # (tensors, 1 + names …): the scale, the statistics, then octaves; on the host
     "The statistics of a step, after one transfer"
-    home = next(iter(seen.rows.values()))
-    sums = torch.stack([r.to(home.device) for r in seen.rows.values()])
+    home = next(iter(self.rows.values()))
+    sums = torch.stack([r.to(home.device) for r in self.rows.values()])
     factors = []
-    for n, kind in seen.rows:
-        factor = seen.factors.get(n if kind == 'weight_grad' else None, 1.)
+    for n, kind in self.rows:
+        factor = self.factors.get(n if kind == 'weight_grad' else None, 1.)
         factors.append(torch.as_tensor(factor, dtype=home.dtype, device=home.device))
     factor = torch.stack(factors)
-    is_grad = [kind.endswith('_grad') for _, kind in seen.rows]
+    is_grad = [kind.endswith('_grad') for _, kind in self.rows]
     of_grads = factor.where(torch.tensor(is_grad, device=home.device), 1.)
     stats = sums_to_stats(sums, names, of_grads)
     return torch.cat([1/factor[:, None], stats, sums[:, len(_SUMS):]], 1).cpu()
@@ -493,10 +494,10 @@ class TensorCollector(CollectionLog, AbstractContextManager):
             with _disable_current_modes():
                 if not self.seen.differentiated:            # count all forward passes
                     for rows in self.seen.passes: self.seen.count(rows)
-                for name, kind, t in _unhooked(self, loss):
+                for name, kind, t in self.unhooked(loss):
                     if kind in self.kinds: self.seen.measure(name, kind, t)
-                if self.before: self.notes['update_ratio'] = _update_ratios(self)
-                if self.seen.rows: self.add(self.n, _entry(self))
+                if self.before: self.notes['update_ratio'] = self.update_ratios()
+                if self.seen.rows: self.add(self.n, self.entry())
         self.n += 1
         if self.running: self.open()
 
@@ -522,41 +523,44 @@ def _validate(every, kinds, stats, opt, scaler):
 
 # %% ../nbs/15_monitor.ipynb #c49195fd
 #| code-fold: true
-def _unhooked(c, loss):
+@patch
+def unhooked(self:TensorCollector, loss):
     "(name, kind, tensor) of what no hook sees: weights, moments, the loss"
     state = {}
-    if c.opt is not None: state = inner_optimizer(c.opt).state
-    for n, p in c.model.named_parameters():
-        if n not in c.chosen: continue
+    if self.opt is not None: state = inner_optimizer(self.opt).state
+    for n, p in self.model.named_parameters():
+        if n not in self.chosen: continue
         yield n, 'weight', p
         for k, t in state.get(p, {}).items():
             moment = isinstance(t, Tensor) and t.shape == p.shape and k != 'step'
             if moment: yield f'{n}.{k}', 'moment', t
-    if loss is not None and 'loss' in c.kinds and 'loss' in c.chosen:
+    if loss is not None and 'loss' in self.kinds and 'loss' in self.chosen:
         yield 'loss', 'loss', torch.as_tensor(loss, dtype=torch.float32)
 
-def _update_ratios(c):
+@patch
+def update_ratios(self:TensorCollector):
     "{(name, 'weight'): norm of what a step has added, over the norm of the weight before it}"
     ratios = {}
-    home = next(iter(c.before.values())).device
-    for n, p in c.model.named_parameters():
-        if n not in c.before: continue
-        ratio = (p - c.before[n]).norm()/c.before[n].norm()
+    home = next(iter(self.before.values())).device
+    for n, p in self.model.named_parameters():
+        if n not in self.before: continue
+        ratio = (p - self.before[n]).norm()/self.before[n].norm()
         ratios[n, 'weight'] = ratio.to(home)
     return dict(zip(ratios, torch.stack([*ratios.values()]).tolist()))
 
-def _entry(c):
+@patch
+def entry(self:TensorCollector):
     "The step as a DataFrame: a row for each tensor, with its statistics, notes and histogram"
     import pandas as pd
-    columns = [n for n in c.stats if n in STATISTICS]
-    table = step_table(c.seen, columns)
+    columns = [n for n in self.stats if n in STATISTICS]
+    table = self.seen.table(columns)
     width = 1 + len(columns)
-    entry = pd.DataFrame(list(c.seen.rows), columns=['name', 'kind'])
-    entry.insert(0, 'step', c.n)
+    entry = pd.DataFrame(list(self.seen.rows), columns=['name', 'kind'])
+    entry.insert(0, 'step', self.n)
     entry[['scale', *columns]] = table[:, :width].float().double().numpy()
-    for column, values in c.notes.items():
-        entry[column] = [values.get(key, math.nan) for key in c.seen.rows]
-    if 'hist' in c.stats: entry['hist'] = list(map(counts_to_hist, table[:, width:]))
+    for column, values in self.notes.items():
+        entry[column] = [values.get(key, math.nan) for key in self.seen.rows]
+    if 'hist' in self.stats: entry['hist'] = list(map(counts_to_hist, table[:, width:]))
     return entry
 
 # %% ../nbs/15_monitor.ipynb #18m00064

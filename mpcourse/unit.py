@@ -208,7 +208,7 @@ def compile_constant(
     f:Callable, # takes and returns Python's numbers and tuples
 )->Callable: # f with a cache, which compilers treat as a constant
     "Mark f as torch.compiler.assume_constant_result does, which would load the compiler at once"
-    cached = lru_cache(None)(f)
+    cached = lru_cache(999)(f)
     @wraps(f)
     def call(*args): return cached(*args)
     call._dynamo_marked_constant = True

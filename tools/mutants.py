@@ -67,7 +67,7 @@ M = [Mutant(*row) for row in (
     ('step', 'if x.is_complex() or not x.numel(): return False', 'return True', 'step', 'nor_log'),
     ('gradscaler', "config['min_scale'] = min(config['min_scale'], state['scale'])", 'pass', 'gradscaler', 'below_one'),
     ('tensorcore', 'for s in scales: _validate_scales(s, fmt)', 'pass', 'tensorcore', 'outside_the'),
-    ('monitor', '(p - c.before[n]).norm()', 'p.norm()', 'monitor', 'update_ratio'),
+    ('monitor', '(p - self.before[n]).norm()', 'p.norm()', 'monitor', 'update_ratio'),
     ('callback', 'if self.learn is not None: vars(self.learn).pop(method, None)', 'pass', 'callback', 'ctrl_c_a_callback'),
     ('callback', 'if alone and not named:  ', 'if False:  ', 'callback', 'cancelled_backward'),
     ('step', 'self.buffers.restore(found)', 'pass', 1, 'buffers'),
