@@ -43,8 +43,9 @@ def each(names, values):
 def pytest_collection_modifyitems(items):
     "What depends on sockets, other processes or a browser gets a second try, and the report shows it"
     for item in items:
-        if {'ranks', 'browser', 'lab'} & set(item.fixturenames):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+        if {'ranks', 'browser', 'lab'} & set(item.fixturenames): item.add_marker(pytest.mark.flaky(reruns=1))
+        # of CPython 3.11: seldom, `ast.parse` says that the depth of its recursion does not match
+        else: item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=['SystemError']))
 
 
 @pytest.fixture(autouse=True)
