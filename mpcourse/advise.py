@@ -20,11 +20,13 @@ from fastcore.basics import patch
 from torch import nn
 
 from .compare import find_step, Training
+from .dynamic import validate_steps
 from .fourbits import FP4_RECIPES
 from .fp8 import CastConfig, Recipe, RECIPES
 from .plots import figure_html
 from .sanitizer import probe_precision
 from .rounding import quantize
+from .step import validate_optimizer
 from .toys import plain_step, seeded
 
 # %% ../nbs/34_advise.ipynb #58b6c5ef
@@ -43,6 +45,7 @@ def judge(
     worst = []                              # (share, layer) of each probe
     for shares in seen:
         if shares: worst.append(min((share, layer) for layer, share in shares.items()))
+    if not worst: return 'cannot tell', 'no weight matrix moves in FP32'
     share, layer = min(worst)
     why = f'{share:.0%} arrives in {layer}'
     if median(s for s, _ in worst) < no: return 'no', why
@@ -60,6 +63,8 @@ def projection_ratio(
     s:torch.Tensor, g:torch.Tensor, # of one shape
 )->float: # 1 if s is g, or g plus something orthogonal; 0 if nothing of g is in s
     "How much of g is in s"
+    s = s.double()              # squares of 1e-24 are 0 in FP32
+    g = g.double()
     return ((s*g).sum()/(g*g).sum()).item()
 
 
@@ -241,7 +246,8 @@ class ProbeResults:
         if grads is None:
             raise ValueError(f'In FP32 the gradient of step {seed} is not finite, so the format is '
                              'not the cause: mend the training.')
-        self.sizes += [g.square().mean().sqrt().log2().item() for g in grads.values() if g.any()]
+        for g in grads.values():
+            if g.any(): self.sizes.append(g.double().square().mean().sqrt().log2().item())
         fp32 = as_taken(grads, opt, model)
         del grads
         for name in self.probes:
@@ -365,6 +371,7 @@ def remarks(
     if len(losses) >= 20 and first - sum(losses[-10:]) < .01*abs(first):
         found.append(f'In FP32 the loss did not fall in these {len(losses)} steps: '
                      'look at initialization and learning rate first.')
+    if not looks.sizes: return [*found, 'In FP32 no weight matrix has a gradient.']
     largest = max(looks.sizes)
     apart = largest - min(looks.sizes)
     if apart > 20:
@@ -419,11 +426,15 @@ class Advice:
         "Draw schemes against probes; the colour is what arrives of the step in the worst layer"
         import matplotlib.pyplot as plt
         ax = ax or plt.subplots(figsize=(6, 3.6))[1]
-        names = [n for n in self.seen if n not in STORED]
-        grid = [self.worst(n) for n in names]
-        ax.imshow(torch.tensor(grid).clamp(0, 1), cmap='viridis', vmin=0, vmax=1, aspect='auto')
+        names = [n for n in self.seen if n not in STORED] or list(self.seen)
+        looks = max(map(len, self.seen.values()), default=1)
+        grid = torch.full((len(names), looks), math.nan)
+        for row, n in zip(grid, names):
+            worst = self.worst(n)
+            row[:len(worst)] = torch.tensor(worst).clamp(0, 1)
+        ax.imshow(grid, cmap='viridis', vmin=0, vmax=1, aspect='auto')
         ax.set_yticks(range(len(names)), [f'{n}: {self.verdicts[n][0]}' for n in names])
-        ax.set_xticks(range(len(grid[0])), PROBES[:len(grid[0])])
+        ax.set_xticks(range(looks), PROBES[:looks])
         ax.set(xlabel='step')
         ax.grid(False)
         return ax
@@ -455,8 +466,9 @@ def find_names(
     "The schemes on which there is advice; ValueError that lists them"
     names = *STEPS, *STORED, *RECIPES, *FP4_RECIPES
     known = dict(zip(map(str.lower, names), names))
+    if isinstance(schemes, str): schemes = [schemes]
     asked = list(map(str.lower, map(str, schemes)))
-    unknown = set(asked) - set(known)
+    unknown = sorted(set(asked) - set(known))
     if unknown: raise ValueError(
         f'There is no advice on {", ".join(unknown)}: take some of {", ".join(names)}.')
     return list(map(known.get, asked))
@@ -472,9 +484,11 @@ def advise_schemes(
 )->Advice: # model and optimizer are not changed
     "Watch copies train in FP32, and say which schemes will train like it"
     schemes = find_names(schemes)
+    validate_steps('steps', steps, 100)
     if not weight_matrices(model):
         raise ValueError('No weight matrix of this model is trained, and advice looks at nothing '
                          'else: a norm or a bias alone is trained in FP32, whatever the format.')
+    validate_optimizer(opt, model)
     first = model
     model, opt = deepcopy((model, opt))
     with seeded(0): looks = watch(first, model, opt, loss_func, batches, schemes, steps, schedule)

@@ -174,6 +174,7 @@ def test_a_learner_is_advised_and_not_changed(opt, of):
     import fastai.basics as fastai
     from mpcourse.callback import tensor_dls
     from mpcourse.learner import _torch_optimizer
+    torch.manual_seed(0)
     x = torch.randn(64, 8)
     learn = fastai.Learner(tensor_dls((x, x[:, :1]), (x, x[:, :1]), 16), nn.Linear(8, 1), loss_func=F.mse_loss, opt_func=getattr(fastai, opt), lr=.01)
     before = copy.deepcopy(learn.model.state_dict())
@@ -298,3 +299,36 @@ def test_a_batch_of_nan_does_not_reach_the_weights():
     was = copy.deepcopy(t.model.state_dict())
     for name in ('BF16', 'FP16 hold', 'E4M3 per tensor'): assert SchemeProbe(name, t).gradients(t.model, (x*math.nan, y)) is None
     assert all(torch.equal(a, b) for a, b in zip(was.values(), t.model.state_dict().values()))
+
+
+# --- what a reviewer broke ---
+
+def test_a_ratio_of_tiny_and_huge_gradients():
+    for size in (1e-24, 1e20): assert projection_ratio(torch.full((3,), size), torch.full((3,), size)) == 1
+
+
+class Detached(nn.Module):
+    "Its matrix gets no gradient"
+    def __init__(self): super().__init__(); self.lin = nn.Linear(8, 1)
+    def forward(self, x): return F.linear(x, self.lin.weight.detach(), self.lin.bias)
+
+
+def test_where_nothing_arrives_in_fp32_nothing_can_be_told():
+    t = linear()
+    t.model = Detached()
+    advice = ask(t, steps=2, schemes='BF16')
+    assert advice.verdicts['BF16'][0] == 'cannot tell' and any('no weight matrix' in r for r in advice.remarks)
+    warm = ask(linear(), steps=1, schedule=lambda i: 0.)
+    assert {v for v, _ in warm.verdicts.values()} <= {'cannot tell', 'yes'} and warm.html()
+
+
+def test_only_stored_schemes_have_a_picture_too():
+    page = ask(linear(), steps=2, schemes=['BF16 weights']).html()
+    assert 'BF16 weights' in page and ('<svg' in page or '<img' in page)
+
+
+@pytest.mark.parametrize('make, says', [(lambda m: torch.optim.SGD(nn.Linear(8, 1).parameters(), .1), 'moves no parameter'), (lambda m: torch.optim.LBFGS(m.parameters()), 'LBFGS')])
+def test_an_optimizer_that_cannot_be(make, says):
+    t = linear()
+    with pytest.raises(ValueError, match=says): advise_schemes(t.model, make(t.model), t.loss_func, t.batches(), 2, schemes=['BF16'])
+    with pytest.raises(ValueError, match='steps=0'): ask(t, steps=0)
