@@ -432,7 +432,7 @@ class Advice:
         for row, n in zip(grid, names):
             worst = self.worst(n)
             row[:len(worst)] = torch.tensor(worst).clamp(0, 1)
-        ax.imshow(grid, cmap='viridis', vmin=0, vmax=1, aspect='auto')
+        ax.imshow(grid.numpy(), cmap='viridis', vmin=0, vmax=1, aspect='auto')
         ax.set_yticks(range(len(names)), [f'{n}: {self.verdicts[n][0]}' for n in names])
         ax.set_xticks(range(looks), PROBES[:looks])
         ax.set(xlabel='step')

@@ -35,11 +35,15 @@ except ImportError: # a plain loop needs no fastai
     Callback = Learner = object
 
 # %% ../nbs/86_checkpoint.ipynb #94551c98
+def _set_cuda_states(states):
+    "Of as many GPUs as there are: the file may be of a machine with more"
+    torch.cuda.set_rng_state_all(states[:torch.cuda.device_count()])
+
 def _device_generators():
     "Of the accelerators that this process uses: (what reads their states, what sets them)"
     out = {}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        out['cuda'] = torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all
+        out['cuda'] = torch.cuda.get_rng_state_all, _set_cuda_states
     if torch.xpu.is_available() and torch.xpu.is_initialized():
         out['xpu'] = torch.xpu.get_rng_state_all, torch.xpu.set_rng_state_all
     if torch.backends.mps.is_available():
@@ -106,9 +110,17 @@ def _plain_list(x, name):
     packed = _pack(x) if tensors and len(x) >= _LONG else None
     if packed is not None: return {_KIND: 'tensors', 'of': packed}
     x = [encode(y, f'{name}[{i}]') for i, y in enumerate(x)]
-    kinds = {isinstance(y, Tensor) and (y.shape, y.dtype, y.device) for y in x}
-    if len(kinds) != 1 or False in kinds: return x
+    if not x or not all(isinstance(y, Tensor) and y.layout is torch.strided for y in x): return x
+    if len({(y.shape, y.dtype, y.device) for y in x}) > 1: return x
     return {_KIND: 'tensors', 'of': torch.stack(x)}
+
+def _from_numpy(x, name):
+    "A copy as a tensor; TypeError for what torch does not have"
+    if isinstance(x, np.ma.MaskedArray): raise TypeError(
+        f'{name} is a masked array, whose mask would be lost: save its data and its mask.')
+    try: return torch.from_numpy(x.astype(x.dtype.newbyteorder('=')))
+    except (TypeError, ValueError) as e: raise TypeError(
+        f'{name} is an array of {x.dtype}, which torch does not have: save numbers.') from e
 
 def _wrapper(x, name):
     "A tensor made of others, such as a quantised one; torch.load reads kinds that are registered"
@@ -123,12 +135,12 @@ def encode(
     name:str='it', # for the error
 ): # the same for `decode`
     "x in types that torch.load reads with `weights_only`; TypeError that names any other"
+    if isinstance(x, np.generic): x = x.item()
     if type(x) in _READABLE: return x
-    if isinstance(x, np.generic): return x.item()
-    if isinstance(x, np.ndarray): return {_KIND: 'array', 'of': torch.from_numpy(x.copy())}
+    if isinstance(x, np.ndarray): return {_KIND: 'array', 'of': _from_numpy(x, name)}
     if is_traceable_wrapper_subclass(x): return _wrapper(x, name)
     if isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
-        return x.detach().as_subclass(Tensor)
+        return x.detach() if type(x) is Tensor else x.detach().as_subclass(Tensor)
     if isinstance(x, dict): return {encode(k, name): encode(v, f'{name}.{k}') for k, v in x.items()}
     if type(x) in (tuple, set): return type(x)(encode(y, name) for y in x)
     if isinstance(x, (list, L, deque)): return _plain_list(x, name)
@@ -156,6 +168,7 @@ def open_locked(
     except BlockingIOError: free = False
     except OSError: pass # a file system without locks
     if free and path.exists() and os.path.samefile(f.fileno(), path): return f # else just renamed
+    f.close()
     raise BlockingIOError(f'Another process has {path}: wait until it ends, or give another path.')
 
 # %% ../nbs/86_checkpoint.ipynb #c13a0072
@@ -289,8 +302,8 @@ def load_training_state(
     there = doc['about']
     why = None
     if scaler is None and doc['scaler'] is not None: why = 'it has a scaler, and none was given'
-    for k in reversed([*(there | here)]):                   # the first that differs is told
-        if there.get(k) != here.get(k): why = f'{k} was {there.get(k)} and is {here.get(k)}'
+    differ = [k for k in there | here if there.get(k) != here.get(k)]
+    if differ: why = f'{differ[0]} was {there.get(differ[0])} and is {here.get(differ[0])}'
     if why: raise ValueError(f'{path} does not fit: {why}. Nothing was loaded: build all '
                              'parts as they were when the file was written.')
     if scaler is not None and doc['scaler'] is None:
@@ -308,7 +321,7 @@ def callback_state(
     "Its attributes that can be saved: numbers, strings, tensors, and containers and arrays of them"
     out = {}
     for k, v in vars(obj).items():
-        with suppress(TypeError): out[k] = encode(v)
+        with suppress(TypeError, ValueError, RuntimeError): out[k] = encode(v)
     return out
 
 def set_callback_state(
@@ -364,8 +377,9 @@ def set_fit_state(
     "Put back what `fit_state` returned"
     for n in COUNTED:
         if n in state: setattr(learn, n, state[n])
+    grads = set(state['grads'])
     for n, p in learn.model.named_parameters():
-        p.grad = torch.zeros_like(p) if n in state['grads'] else None
+        p.grad = torch.zeros_like(p) if n in grads else None
     for n, xs in stateful_callbacks(learn).items():
         for x, saved in zip(xs, state['callback_state'].get(n, [])): set_callback_state(x, saved)
 
@@ -539,6 +553,7 @@ class CheckpointCB(Callback):
     def after_fit(self):
         "Save the final state"
         if not is_training(self.learn): return
+        self.order = CheckpointCB.order          # the next fit begins with loading, too
         _fits[self.place] += 1
         _open.discard(self.place)
         if self.saved: warn_user(f'{self.file} holds the end of this fit, which is skipped: '

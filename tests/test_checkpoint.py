@@ -813,3 +813,55 @@ def test_a_kind_of_tensor_that_torch_does_not_load_is_named(tmp_path):
     net, opt = small()
     with pytest.raises(TypeError, match='extra.t is a TwoTensor, which torch.load reads only after'):
         save_training_state(tmp_path/'s.pt', net, opt, t=TwoTensor(torch.ones(2), torch.ones(2)))
+
+
+# --- what a reviewer broke ---
+
+@pytest.mark.parametrize('value', [np.longdouble(1.5), np.datetime64('2020-01-01'), np.timedelta64(3, 's'), np.array(['a']), np.ma.array([1., 2.], mask=[0, 1])], ids=str)
+def test_what_numpy_has_and_torch_has_not_is_refused_when_it_is_saved(value, tmp_path):
+    net = nn.Linear(2, 1)
+    with pytest.raises(TypeError, match='extra.v'): save_training_state(tmp_path/'x', net, torch.optim.SGD(net.parameters(), .1), v=value)
+
+
+@pytest.mark.parametrize('value', [np.arange(3, dtype='>f4'), [torch.eye(3).to_sparse()]*2, [torch.eye(3).to_sparse_csr()]*2, np.float32(1.5)], ids=['big endian', 'COO', 'CSR', 'scalar'])
+def test_odd_layouts_come_back(value, tmp_path):
+    net = nn.Linear(2, 1)
+    opt = torch.optim.SGD(net.parameters(), .1)
+    save_training_state(tmp_path/'x', net, opt, v=value)
+    back = load_training_state(tmp_path/'x', net, opt)['v']
+    if isinstance(value, list): assert all(torch.equal(a.to_dense(), b.to_dense()) for a, b in zip(back, value))
+    else: assert np.array_equal(back, value)
+
+
+def test_a_callback_with_an_odd_attribute_does_not_end_the_fit(tmp_path):
+    class Odd(Callback):
+        def before_fit(self):
+            self.cycle, self.nested = [], torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+            self.cycle.append(self.cycle)
+            self.lists = [self.nested]*2
+    learn = learner()
+    quiet_fit(learn.add_cbs([CheckpointCB(tmp_path/'x', every=1), Odd()]), 1)
+    assert done(tmp_path/'x')
+
+
+class Halve(Callback):
+    order = 0
+    def before_fit(self): self.learn.opt.set_hyper('lr', self.learn.opt.hypers[-1]['lr']/2)
+
+
+def test_a_second_fit_begins_with_loading_as_the_first(tmp_path):
+    "So a callback that changes hyper-parameters when a fit begins changes them after the checkpoint has looked"
+    learn = learner()
+    cb = CheckpointCB(tmp_path/'x', every=1)
+    learn.add_cbs([cb, Halve()])
+    for _ in range(2):
+        quiet_fit(learn, 1)
+        assert cb.order == CheckpointCB.order == -100
+
+
+def test_a_file_of_a_machine_with_more_gpus(monkeypatch):
+    set_states = []
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
+    monkeypatch.setattr(torch.cuda, 'set_rng_state_all', set_states.extend)
+    checkpoint._set_cuda_states(['first', 'second'])
+    assert set_states == ['first']
