@@ -101,6 +101,11 @@ def _pack(history):
     return packed
 
 # %% ../nbs/86_checkpoint.ipynb #2a0f6c47
+def _stackable(y):
+    "Shape, dtype and device; None for what cannot be stacked"
+    if not isinstance(y, Tensor) or y.layout is not torch.strided or y.is_nested: return None
+    return y.shape, y.dtype, y.device
+
 def _plain_list(x, name):
     "A list; floats, or tensors of one shape, become one tensor, as there may be one for each step"
     types = set(map(type, x))
@@ -110,8 +115,8 @@ def _plain_list(x, name):
     packed = _pack(x) if tensors and len(x) >= _LONG else None
     if packed is not None: return {_KIND: 'tensors', 'of': packed}
     x = [encode(y, f'{name}[{i}]') for i, y in enumerate(x)]
-    if not x or not all(isinstance(y, Tensor) and y.layout is torch.strided for y in x): return x
-    if len({(y.shape, y.dtype, y.device) for y in x}) > 1: return x
+    kinds = set(map(_stackable, x))
+    if len(kinds) != 1 or None in kinds: return x
     return {_KIND: 'tensors', 'of': torch.stack(x)}
 
 def _from_numpy(x, name):
@@ -140,7 +145,9 @@ def encode(
     if isinstance(x, np.ndarray): return {_KIND: 'array', 'of': _from_numpy(x, name)}
     if is_traceable_wrapper_subclass(x): return _wrapper(x, name)
     if isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
-        return x.detach() if type(x) is Tensor else x.detach().as_subclass(Tensor)
+        x = x.detach()
+        if type(x) is not Tensor: x = x.as_subclass(Tensor)
+        return x
     if isinstance(x, dict): return {encode(k, name): encode(v, f'{name}.{k}') for k, v in x.items()}
     if type(x) in (tuple, set): return type(x)(encode(y, name) for y in x)
     if isinstance(x, (list, L, deque)): return _plain_list(x, name)
@@ -302,8 +309,10 @@ def load_training_state(
     there = doc['about']
     why = None
     if scaler is None and doc['scaler'] is not None: why = 'it has a scaler, and none was given'
-    differ = [k for k in there | here if there.get(k) != here.get(k)]
-    if differ: why = f'{differ[0]} was {there.get(differ[0])} and is {here.get(differ[0])}'
+    for k in there | here:
+        if there.get(k) == here.get(k): continue
+        why = f'{k} was {there.get(k)} and is {here.get(k)}'
+        break
     if why: raise ValueError(f'{path} does not fit: {why}. Nothing was loaded: build all '
                              'parts as they were when the file was written.')
     if scaler is not None and doc['scaler'] is None:

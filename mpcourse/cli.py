@@ -95,9 +95,11 @@ def count(
 def names_in(
     s: str|None, # 'torch, megatron', or nothing
 ): # a list of names, or None
-    "The names in a text with commas"
-    if not s: return None
-    return list(map(str.strip, s.split(',')))
+    "The names in a text with commas; RequestError for a text without one"
+    if s is None: return None
+    names = list(filter(None, map(str.strip, s.split(','))))
+    if not names: raise RequestError(f'{s!r} names nothing: leave the option out, or give names.')
+    return names
 
 # %% ../nbs/92_cli.ipynb #7d6c15be
 def training_from(
@@ -111,6 +113,8 @@ def training_from(
     if not script: return partial(toy_training, get_toy(what), steps=steps)
     if not Path(script).is_file():
         raise RequestError(f'There is no script {script!r}: give script.py:function.')
+    folder = str(Path(script).resolve().parent)
+    if folder not in sys.path: sys.path.insert(0, folder)    # for its own imports
     make = runpy.run_path(script).get(name)
     if not callable(make):
         raise RequestError(f'{script} defines no function {name!r}: name one that it defines.')
@@ -200,7 +204,8 @@ def compare_command(
         def counted(seed):
             bar()
             return make(seed)
-        results = compare_schemes(counted, names, seeds, store)
+        of = dict(training=training, steps=steps)
+        results = compare_schemes(counted, names, seeds, store, of)
     except (ValueError, OSError) as e: raise RequestError(str(e)) from e
     found = summary(results)
     if html: write_page(html, compare_html(results))
@@ -259,14 +264,17 @@ def probe_command(
     "Compare one batch of your training with FP32, tensor by tensor: where is precision lost?"
     from mpcourse.formats import parse_number
     from mpcourse.sanitizer import probe_precision
+    from mpcourse.scaler import validate_scale
     reports = {}
     found = {}
     code = 0
     try:
         t = training_from(training)(seed)
-        batch = next(iter(t.batches()))
+        batch = next(iter(t.batches()), None)
+        if batch is None: raise RequestError(f'{training} has no batch: give one at least.')
+        factor = validate_scale(parse_number(scale), 2.**-126)
         for name in names_in(schemes):
-            report = probe_precision(t.model, batch, t.loss_func, name, parse_number(scale))
+            report = probe_precision(t.model, batch, t.loss_func, name, factor)
             reports[name] = report
             found[name] = report.to_dict()
             if report.findings: code = FINDINGS
@@ -314,7 +322,7 @@ def watch_command(
     except (ValueError, argparse.ArgumentTypeError) as e: raise RequestError(str(e)) from e
     if json and rank != '0': json += f'.{rank}'
     if json: write_json(watched.to_dict(), json)
-    if html: write_page(html, watched.report.html)
+    if html and rank == '0': write_page(html, watched.report.html)
     if rank == '0' and (watched.steps or watched.found):
         print(f'\n{watched}', file=sys.stderr)
     if watched.code: return watched.code
@@ -391,7 +399,10 @@ def missing(
 )->str: # a sentence
     "What to install; an error of this library says so itself"
     if not isinstance(e, ModuleNotFoundError): return str(e)
-    return f"`mpcourse {name}` needs {e.name}, which is missing: pip install 'mpcourse[cli]'"
+    known = e.name.partition('.')[0] in ('pandas', 'matplotlib', 'safetensors')
+    said = f'`mpcourse {name}` needs {e.name}, which is missing'
+    if not known: return f'{said}.'
+    return f"{said}: pip install 'mpcourse[cli]'"
 
 def tell_once(
     told: set, # the warnings that were printed so far

@@ -246,14 +246,17 @@ def attempt(
         if name == 'FP32': raise                # then the training itself is at fault
         return dict(before=None, score=None, skipped=0, refused=f'{type(e).__name__}: {e}')
 
-def _stored_results(file):
-    "(scheme, seed) -> result; empty where there is no file yet"
+def _stored_results(file, of):
+    "(scheme, seed) -> result; empty where there is no file yet. ValueError if it is of another net"
     done = {}
     if not file.exists(): return done
     for line in file.read_text(encoding='utf-8').splitlines():
         try: r = json.loads(line)
         except json.JSONDecodeError as e:
             raise ValueError(f'{file} has a broken line ({e}): remove that line.') from e
+        made = r.pop('of', of)
+        if made != of: raise ValueError(
+            f'{file} has results of {made}, and this is {of}: give another file.')
         done[r['scheme'], r['seed']] = r
     return done
 
@@ -262,19 +265,22 @@ def compare_schemes(
     schemes:list|tuple|None=None, # as for `scheme_name`; None: all of `SCHEMES`. FP32 is always run
     seeds:int=6, # of each
     store:str|Path|None=None, # a file for this net: a training that it holds is not repeated
+    of:dict|None=None, # what the file must be of; ValueError if it is of something else
 )->list: # of dicts: scheme, seed, before, score, skipped, refused
     "Train a net under several schemes, each with the same seeds"
     if schemes is None: schemes = SCHEMES
     names = list(dict.fromkeys(['FP32', *map(scheme_name, schemes)]))
     done = {}
-    if store: done = _stored_results(Path(store))
+    if store: done = _stored_results(Path(store), of)
     for seed in range(seeds):
         for name in names:
             if (name, seed) in done: continue
             result = dict(scheme=name, seed=seed) | attempt(name, make(seed), seed)
             done[name, seed] = result
             if not store: continue
-            with Path(store).open('a', encoding='utf-8') as f: f.write(json.dumps(result) + '\n')
+            line = dict(result)
+            if of is not None: line['of'] = of
+            with Path(store).open('a', encoding='utf-8') as f: f.write(json.dumps(line) + '\n')
     return [done[name, seed] for name in names for seed in range(seeds)]
 
 # %% ../nbs/33_compare.ipynb #ca77075e

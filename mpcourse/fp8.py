@@ -72,6 +72,7 @@ class CastConfig:
     rounding: str = 'nearest'   # as for `quantize`
 
     def __post_init__(self):
+        get_format(self.fmt)                # ValueError for none
         if self.tile is None: return
         if not isinstance(self.tile, tuple) or len(self.tile) != 2: raise ValueError(
             f'tile={self.tile!r} cannot work: give (rows, columns), such as (1, 32).')
@@ -256,7 +257,8 @@ def _computed(product, a, b):
     "A product in FP32, its result in the dtype that torch's own would have"
     kind = a.device.type
     dtype = torch.result_type(a, b)
-    if torch.is_autocast_enabled(kind): dtype = torch.get_autocast_dtype(kind)
+    cast = torch.is_autocast_enabled(kind) and dtype != torch.float64   # which stays
+    if cast: dtype = torch.get_autocast_dtype(kind)
     with torch.autocast(kind, enabled=False): return product(a.float(), b.float()).to(dtype)
 
 def fp8_matmul(
@@ -447,8 +449,8 @@ class _Products(torch.overrides.TorchFunctionMode):
 
     def fits(self, name, args, kwargs):
         "Does the converted function accept this call?"
-        if name in _CONVOLUTIONS and not (self.recipe.x.symmetric and self.recipe.w.symmetric):
-            return False                                    # no tiles
+        r = self.recipe
+        if name in _CONVOLUTIONS and (r.x.tile or r.w.tile or r.g.tile): return False
         if name in _PLAIN and kwargs: return False          # operands or `out=` given by name
         if name == '_grouped_mm':
             options = [v for k, v in kwargs.items() if k != 'offs' and v is not None]
@@ -571,13 +573,14 @@ def simulate_fp8(
 )->nn.Module: # a copy, parameters too: train these; `.not_converted` names what stays in FP32
     """Convert every linear layer, attention, convolution and product of a model to few bits
 
-    Where scales are delayed, attention takes current ones. ValueError for an impossible module."""
+    Where scales are delayed, attention takes current ones. Not for several threads at once, as
+    DataParallel has. ValueError for an impossible module."""
     _validate_unconverted(model)
     recipe = _get_recipe(recipe)
     keep = [keep] if isinstance(keep, str) else list(keep)
     names = list(dict(model.named_modules()))
     for p in keep:
-        if not any(fnmatch(n, p) for n in names):
+        if not p or not any(fnmatch(n, p) for n in names):
             raise ValueError(f'keep={p!r} matches no module: there are {names}.')
     model = deepcopy(model)
     mode = _Products(attention)

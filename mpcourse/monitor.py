@@ -494,10 +494,10 @@ class TensorCollector(CollectionLog, AbstractContextManager):
             with _disable_current_modes():
                 if not self.seen.differentiated:            # count all forward passes
                     for rows in self.seen.passes: self.seen.count(rows)
-                for name, kind, t in self.unhooked(loss):
+                for name, kind, t in self._unhooked(loss):
                     if kind in self.kinds: self.seen.measure(name, kind, t)
-                if self.before: self.notes['update_ratio'] = self.update_ratios()
-                if self.seen.rows: self.add(self.n, self.entry())
+                if self.before: self.notes['update_ratio'] = self._update_ratios()
+                if self.seen.rows: self.add(self.n, self._entry())
         self.n += 1
         if self.running: self.open()
 
@@ -524,7 +524,7 @@ def _validate(every, kinds, stats, opt, scaler):
 # %% ../nbs/15_monitor.ipynb #c49195fd
 #| code-fold: true
 @patch
-def unhooked(self:TensorCollector, loss):
+def _unhooked(self:TensorCollector, loss):
     "(name, kind, tensor) of what no hook sees: weights, moments, the loss"
     state = {}
     if self.opt is not None: state = inner_optimizer(self.opt).state
@@ -538,7 +538,7 @@ def unhooked(self:TensorCollector, loss):
         yield 'loss', 'loss', torch.as_tensor(loss, dtype=torch.float32)
 
 @patch
-def update_ratios(self:TensorCollector):
+def _update_ratios(self:TensorCollector):
     "{(name, 'weight'): norm of what a step has added, over the norm of the weight before it}"
     ratios = {}
     home = next(iter(self.before.values())).device
@@ -549,7 +549,7 @@ def update_ratios(self:TensorCollector):
     return dict(zip(ratios, torch.stack([*ratios.values()]).tolist()))
 
 @patch
-def entry(self:TensorCollector):
+def _entry(self:TensorCollector):
     "The step as a DataFrame: a row for each tensor, with its statistics, notes and histogram"
     import pandas as pd
     columns = [n for n in self.stats if n in STATISTICS]

@@ -502,7 +502,7 @@ def validate_scheme(
     scaler, # a LossScaler, or None
 )->torch.dtype:
     "The dtype; ValueError unless FP16 has a scaler, or BF16 none or a constant one"
-    if dtype is None: dtype = 'bf16' if scaler is None else 'fp16'
+    if dtype is None: dtype = ('fp16', 'bf16')[scaler is None]
     dtype = half_dtype(dtype)
     if not isinstance(scaler, LossScaler | None):
         raise ValueError(f'{scaler!r} is not a policy: give one, such as DynamicScaler(); '
@@ -603,11 +603,16 @@ def _is_log(node):
     limits = dict(Log1P=0.)
     return bool(x.min() < limits.get(found[1], 1.))
 
-def handing_on(node):
+def handing_on(
+    node, # of autograd
+)->list: # of nodes
     "The nodes whose rounding a node hands on; not that of a difference that is squared, an error"
-    nodes = [n for n, _ in node.next_functions if n is not None]
     sized = node.name().startswith(('Pow', 'Abs'))
-    return [n for n in nodes if not (sized and n.name() == 'SubBackward0')]
+    nodes = []
+    for n, _ in node.next_functions:
+        if n is None or sized and n.name() == 'SubBackward0': continue
+        nodes.append(n)
+    return nodes
 
 def validate_log_of_half(
     loss, # a loss, or a nest of them, before the backward pass
@@ -699,7 +704,8 @@ class MixedStep:
     def update(self, model:nn.Module, opt:object, loss:Tensor)->dict:
         "After the backward pass: unscale, decide, clip, step or skip"
         named = self.controller.gradients(opt)
-        if any(g.dtype in HALVES for _, g, _ in named): validate_trainable(model)  # unfrozen since
+        for _, g, _ in named:
+            if g.dtype in HALVES: validate_trainable(model)  # it was unfrozen since the start
         self.controller.unscale_(named)
         self.outcome = self.controller.decide()
         with guarded_step(opt, self.outcome) as go:

@@ -183,6 +183,7 @@ def _run_script(path, module): # its exception in one line, and its exit code
         else: runpy.run_path(os.path.abspath(path), run_name='__main__')
     except SystemExit as e:
         if e.code in (None, 0): return '', 0
+        if not isinstance(e.code, int): print(e.code, file=sys.stderr)    # as Python does
         return f'SystemExit: {e.code}', e.code if isinstance(e.code, int) else 1
     except KeyboardInterrupt: return 'KeyboardInterrupt', 130
     except Exception as e: # noqa: BLE001, what came before it is told, too
@@ -218,13 +219,14 @@ def scanned(
     rate:float, # of a step
 )->Scanned:
     "Look at one tensor"
-    t = t.detach().float().flatten()
+    t = t.detach().to_dense().flatten()
     half, finite = t.half(), t.isfinite()
-    sizes = t[finite].abs()
+    largest = t.abs().nan_to_num(math.inf, math.inf).max().item() if len(t) else 0.
+    if finite.any(): largest = t[finite].abs().max().item()
     spacing = torch.finfo(torch.bfloat16).eps*2.**t.abs().clamp(min=1e-38).log2().floor()
     def share(hit): return hit.sum().item()/max(t.numel(), 1)
     return Scanned(
-        name, '', t.numel(), sizes.max().item() if len(sizes) else math.inf,
+        name, '', t.numel(), largest,
         share(half.isinf() & finite), share((half == 0) & (t != 0)), share(spacing/2 > rate),
         share(~finite))
 
@@ -236,7 +238,7 @@ class Scan:
     @property
     def weights(self)->list: # of Scanned
         "Those that are no state of an optimizer"
-        return [t for t in self.tensors if not re.search('optim|exp_avg|momentum', t.name)]
+        return [t for t in self.tensors if not re.search('optim|exp_avg|momentum_buffer', t.name)]
 
     @property
     def bad(self)->list: # of Scanned

@@ -21,9 +21,8 @@ def source(path):
 
 
 def runs_only(frame):
-    "Whether a file is opened to be imported, or for the lines of a traceback"
-    while frame.f_back and os.path.basename(frame.f_code.co_filename) in ('tokenize.py', 'linecache.py'): frame = frame.f_back
-    return frame.f_code.co_filename == IMPORT or os.path.basename(frame.f_code.co_filename) in ('traceback.py', 'warnings.py')
+    "Whether a file is opened to be imported"
+    return frame.f_code.co_filename == IMPORT
 
 
 def is_traced(program, args, env):

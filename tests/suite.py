@@ -242,7 +242,9 @@ def run(todo, green, workers):
 def main(args):
     "Run what has to be run; returns nothing, since MPCOURSE_REPORT tells what failed"
     workers = int(args.pop(0)[2:]) if args[:1] and args[0].startswith('-n') else os.cpu_count() or 2
-    files = [a for a in args if a.endswith('.py')]
+    wrong = [a for a in args if '::' in a or a.isdigit()]
+    if wrong: raise SystemExit(f'{wrong[0]}: give whole files, options as -k=name, and workers as -n4; for one test run pytest itself.')
+    files = [a for a in args if a.endswith('.py') and not a.startswith('-')]
     options = [a for a in args if a not in files]
     if not files: files = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT/'tests').rglob('test_*.py'))
     os.chdir(ROOT)
@@ -251,7 +253,7 @@ def main(args):
     U.environment()     # before an import changes it
     green = U.kept()
     seconds = run(jobs(files, options, green), green, workers)
-    slowest = sorted(seconds, key=seconds.get)[:-SLOWEST - 1:-1]
+    slowest = sorted(seconds, key=seconds.get, reverse=True)[:SLOWEST]
     for name in slowest: print(f'{seconds[name]:6.1f} s  {name}')
 
 

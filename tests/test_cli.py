@@ -130,3 +130,39 @@ def test_what_is_missing_is_named_with_the_extra(monkeypatch, capsys):
     code, _, err = out_of(capsys, 'compare', 'relu_mlp')
     assert code == 2 and err == "`mpcourse compare` needs pandas, which is missing: pip install 'mpcourse[cli]'\n"
     assert out_of(capsys, 'probe', 'relu_mlp')[0] == 0, 'it draws nothing'
+
+
+def test_results_of_another_net_are_refused(capsys):
+    argv = ['compare', 'relu_mlp', '--steps', '3', '--schemes', 'BF16', '--seeds', '1', '--store', 'runs']
+    assert main(argv) == 0 and main(argv) == 0
+    code, _, err = out_of(capsys, *argv[:3], '4', *argv[4:])
+    assert code == 2 and 'runs has results of' in err and "'steps': 3" in err
+
+
+@pytest.mark.parametrize('argv', [('probe', 'relu_mlp', '--schemes', ''), ('watch', '--at', '', 'x.py'), ('watch', '--modules', ',', 'x.py'), ('compare', 'relu_mlp', '--schemes', ','),
+                                  ('probe', 'relu_mlp', '--scale', '0')])
+def test_an_option_that_names_nothing(argv, capsys):
+    Path('x.py').write_text('')
+    code, _, err = out_of(capsys, *argv)
+    assert code == 2 and err.count('\n') == 1
+
+
+def test_a_script_imports_its_neighbours(capsys):
+    Path('neighbour.py').write_text(SCRIPT)
+    Path('mine.py').write_text('from neighbour import make')
+    assert out_of(capsys, 'probe', 'mine.py:make')[0] in (0, 3)
+    Path('other.py').write_text('import nobody_has_this')
+    code, _, err = out_of(capsys, 'probe', 'other.py:make')
+    assert code == 2 and err == '`mpcourse probe` needs nobody_has_this, which is missing.\n'
+
+
+def test_a_script_without_a_batch(capsys):
+    Path('mine.py').write_text(SCRIPT.replace('[(x, x[:, :1])]*25', 'iter(())'))
+    code, _, err = out_of(capsys, 'probe', 'mine.py:make')
+    assert code == 2 and 'has no batch' in err
+
+
+def test_the_text_of_an_exit_is_printed(capsys):
+    Path('mine.py').write_text("import sys\nsys.exit('give --data')")
+    code, _, err = out_of(capsys, 'watch', 'mine.py')
+    assert code == 1 and 'give --data' in err

@@ -804,3 +804,20 @@ def test_statistics_leave_a_delayed_scales_history():
     before = cast.scale.history.clone()
     assert len(cast.statistics(torch.full((2, 2), 100.))['scale']) == 1
     assert torch.equal(cast.scale.history, before) and cast.scale.training
+
+
+# --- what a reviewer broke ---
+
+def test_fp64_stays_fp64_under_autocast():
+    a = torch.randn(3, 32, dtype=torch.float64)
+    with torch.autocast('cpu', torch.bfloat16): assert fp8_matmul(a, a.T).dtype == (a @ a.T).dtype == torch.float64
+
+
+@pytest.mark.parametrize('recipe', [Recipe(*[CastConfig(tile=(2, 2), scale=fp32_scale)]*3), Recipe(g=CastConfig('e5m2', (1, 32), e8m0_ceil))], ids=['square', 'g alone'])
+def test_a_convolution_takes_no_tiles(recipe):
+    with pytest.raises(ValueError, match='one scale a tensor'): simulate_fp8(nn.Conv2d(1, 1, 3), recipe)(torch.randn(1, 1, 8, 8))
+
+
+def test_what_names_nothing_is_refused():
+    with pytest.raises(ValueError, match="keep=''"): simulate_fp8(nn.Sequential(nn.Linear(2, 2)), keep='')
+    with pytest.raises(ValueError, match='nope'): CastConfig('nope')

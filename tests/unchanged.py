@@ -17,7 +17,7 @@ CHAPTER = re.compile(r'(?:nbs|_course)/(\w+)\.(?:ipynb|html)$')
 SETTINGS = re.compile(r'MPCOURSE_(?!READ|REPORT|FORKS)|FUZZ|PYTHON|TORCH_|CUDA|OMP_|MKL_|OPENBLAS|ATEN|DNNL|ONEDNN|NUMEXPR')
 # what programs other than Python read of the project; others may have read everything
 PROGRAMS = {'node': ('mpcourse/live/', 'tests/live.mjs'), 'python -S': ('mpcourse/',), 'make': ('Makefile', 'settings.ini')}
-PROGRAMS |= dict.fromkeys('npm git uname lscpu lsb_release ldconfig rustc cat ps gcc g++ mount umount'.split(), ())
+PROGRAMS |= dict.fromkeys('npm git uname lscpu lsb_release ldconfig rustc ps gcc g++ mount umount'.split(), ())
 
 
 # --- fingerprints ---
@@ -79,15 +79,23 @@ def stamp(reads, stems=None):
 
 def kept():
     "What passed in this environment: {file of tests: its reads, its stamp, its tests}"
-    return json.loads(GREEN.read_text()).get(sys.prefix, {}) if GREEN.exists() else {}
+    return all_kept().get(sys.prefix, {})
+
+
+def all_kept():
+    "The same for every environment; nothing if the file was cut off"
+    try: return json.loads(GREEN.read_text())
+    except (FileNotFoundError, ValueError): return {}
 
 
 def keep(entries):
     "Write down what became of some files of tests, or of stages"
-    green = json.loads(GREEN.read_text()) if GREEN.exists() else {}
+    green = all_kept()
     mine = {**green.get(sys.prefix, {}), **entries}
     green[sys.prefix] = {name: entry for name, entry in mine.items() if entry}
-    GREEN.write_text(json.dumps(green))
+    new = GREEN.with_name(f'{GREEN.name}.{os.getpid()}')
+    new.write_text(json.dumps(green))
+    os.replace(new, GREEN)
 
 
 def unchanged(entry):
@@ -103,7 +111,8 @@ def reads_of(notes):
     for line in sorted(notes.splitlines()):     # r after i
         kind, _, what = line.partition(' ')
         if kind != 'x': reads[what] = kind
-        else: reads |= dict.fromkeys(filter(lambda n: n.startswith(PROGRAMS[what]) if what in PROGRAMS else True, names()), 'r')
+        elif what in PROGRAMS: reads |= dict.fromkeys((n for n in names() if n.startswith(PROGRAMS[what])), 'r')
+        else: reads |= dict.fromkeys(names(), 'r')
     return reads
 
 

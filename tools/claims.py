@@ -122,7 +122,21 @@ def machine() -> str: # the processor
 def names_of(path):
     "What a notebook may be called: '02_rounding', '02', '2', 'rounding'"
     number, _, name = path.stem.partition('_')
-    return {path.stem, number, number.lstrip('0'), name}
+    return {path.stem, number, number.lstrip('0'), name} - {''}
+
+
+def positive(text):
+    "A whole number from 1"
+    if text.isdigit() and int(text): return int(text)
+    raise argparse.ArgumentTypeError(f'{text!r} is not a whole number from 1')
+
+
+def seed_range(text):
+    "The seeds in '3' or '0-9'"
+    first, _, last = text.partition('-')
+    if not (first.isdigit() and (last or first).isdigit() and int(first) <= int(last or first)):
+        raise argparse.ArgumentTypeError(f'{text!r} is no range of seeds, such as 3 or 0-9')
+    return text
 
 
 def chapters(
@@ -492,14 +506,14 @@ def parser():
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--chapters', nargs='*', default=[], help='numbers or names; by default all')
-    p.add_argument('--seeds', default='0-9', help='such as 3 or 0-9 (%(default)s)')
+    p.add_argument('--seeds', type=seed_range, default='0-9', help='such as 3 or 0-9 (%(default)s)')
     p.add_argument('--only', nargs='*', default=[],
                    choices=['seeds', 'neighbours', 'threads', 'instructions', 'pythons',
                             *INSTRUCTIONS],
                    help='run these variations alone')
     p.add_argument('--python', action='append', default=[],
                    help='another interpreter that has torch and what the course needs')
-    p.add_argument('--workers', type=int, default=os.cpu_count() or 1,
+    p.add_argument('--workers', type=positive, default=os.cpu_count() or 1,
                    help='how many chapters run at a time (%(default)s)')
     p.add_argument('--table', action='store_true', help='print the stored table, and run nothing')
     p.add_argument('--check', action='store_true', help='run and compare, but store nothing')
@@ -542,6 +556,7 @@ def run_missing(args, pairs, rows):
     with progress_bar(len(todo), 'run') as bar:
         def done(row):
             rows[place_of(row)] = row
+            if args.check: return bar.update()
             with partial_file(args.store).open('a', encoding='utf-8') as f:
                 f.write('\n' + json.dumps(row, ensure_ascii=False))
             red_cells = len(row['failed'])
