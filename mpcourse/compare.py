@@ -37,7 +37,7 @@ from .toys import batches, evaluate, fit, get_toy, half_pass, plain_step, predic
 def lost_share(
     score:float, before:float, fp32:float, # scores at the end and before, and FP32's at the end
 )->float: # 0: as FP32; 1: nothing learnt; NaN: the score is not a number
-    "The share of what FP32 learnt that is lost; NaN also where FP32 learnt nothing"
+    "Which share of what FP32 learnt is lost; NaN also where FP32 learnt nothing"
     if not fp32 < before: return math.nan
     return (score - fp32)/(before - fp32)
 
@@ -57,7 +57,7 @@ def verdict(
 # %% ../nbs/33_compare.ipynb #b4462203
 @dataclass
 class Training:
-    "A training before its first step"
+    "A run before its first step: all that is needed to train"
     model: nn.Module # in FP32; a scheme may exchange it
     opt: Callable # parameters -> optimizer; the parameters of the model, or of a copy of it
     loss_func: Callable # (FP32 predictions, targets) -> 0-dim loss

@@ -25,7 +25,7 @@ def sum_factor(
     n:int, # numbers that are added
     order:str|None=None, # 'worst': what no order exceeds
 )->float: # times the unit roundoff and the sum of magnitudes
-    "The error of a sum in any order: n at most, and 4√n but for one sum in a thousand"
+    "The error of a sum in any order: n at most, and 4√n except for one sum in a thousand"
     if order == 'worst': return n
     return min(n, 4*n**.5)
 

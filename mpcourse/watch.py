@@ -58,7 +58,7 @@ class CheapHooks:
         self.wanted.add(step + 1)
 
     def look(self, module, args, out):
-        "A hook after each module"
+        "A hook that runs after each module"
         if torch.compiler.is_compiling(): return
         if any(a.code == 'not finite' for a in self.alarms): return
         if not isinstance(out, Tensor) or not out.is_floating_point() or _is_finite(out): return
@@ -85,7 +85,7 @@ def _is_finite(t):
 
 # %% ../nbs/84_watch.ipynb #2b9ea9c4
 class Watched:
-    "What became of a script"
+    "The result of watching a script"
     def __init__(self, hooks, session):
         self.alarms, self.scales, self.skipped = hooks.alarms, hooks.scales, hooks.skipped
         self.report, self.steps = session.report, session.step - 1
@@ -242,7 +242,7 @@ class Scan:
 
     @property
     def bad(self)->list: # of Scanned
-        "Tensors with NaN, or of which FP16 makes an entry infinite, or a tenth zero"
+        "Tensors with NaN, with an entry that FP16 makes infinite, or a tenth that it makes zero"
         return [t for t in self.tensors if t.nan or t.overflows or t.flushed > .1]
 
     def table(self): # a pandas DataFrame
