@@ -110,6 +110,8 @@ def training_from(
     from mpcourse.compare import Training, toy_training
     from mpcourse.toys import get_toy
     script, _, name = what.rpartition(':')
+    if not script and what.endswith('.py'):
+        raise RequestError(f'{what!r} names no function: give {what}:make.')
     if not script: return partial(toy_training, get_toy(what), steps=steps)
     if not Path(script).is_file():
         raise RequestError(f'There is no script {script!r}: give script.py:function.')
@@ -121,6 +123,9 @@ def training_from(
     t = make(0)
     if not isinstance(t, Training):
         raise RequestError(f'{name}(0) returned {t!r}: return a Training.')
+    for part in ('opt', 'loss_func', 'batches'):
+        if not callable(getattr(t, part)): raise RequestError(
+            f'{part} of this Training is a {type(getattr(t, part)).__name__}: give a function.')
     return make
 
 class Progress:
@@ -206,7 +211,7 @@ def compare_command(
             return make(seed)
         of = dict(training=training, steps=steps)
         results = compare_schemes(counted, names, seeds, store, of)
-    except (ValueError, OSError) as e: raise RequestError(str(e)) from e
+    except (TypeError, ValueError, OSError) as e: raise RequestError(str(e)) from e
     found = summary(results)
     if html: write_page(html, compare_html(results))
     table = pd.DataFrame(found).T
@@ -243,7 +248,7 @@ def advise_command(
         advice = advise_schemes(
             t.model, t.opt(t.model.parameters()), t.loss_func, counted(), steps, t.schedule,
             chosen)
-    except ValueError as e: raise RequestError(str(e)) from e
+    except (TypeError, ValueError) as e: raise RequestError(str(e)) from e
     verdicts, _ = zip(*advice.verdicts.values())
     if html: write_page(html, advice.html())
     if json: print_json(asdict(advice))
@@ -279,7 +284,7 @@ def probe_command(
             found[name] = report.to_dict()
             if report.findings: code = FINDINGS
             if not json: print(f'{name}\n{report}\n')
-    except ValueError as e: raise RequestError(str(e)) from e
+    except (TypeError, ValueError) as e: raise RequestError(str(e)) from e
     if json: print_json(found)
     if html: write_page(html, probe_page(reports))
     return code
@@ -325,6 +330,7 @@ def watch_command(
     if html and rank == '0': write_page(html, watched.report.html)
     if rank == '0' and (watched.steps or watched.found):
         print(f'\n{watched}', file=sys.stderr)
+    elif rank == '0': print('mpcourse: no step was seen.', file=sys.stderr)
     if watched.code: return watched.code
     if 'TORCHELASTIC_RUN_ID' in os.environ: return 0        # torchrun takes 3 for a crash
     return FINDINGS*watched.found

@@ -32,7 +32,7 @@ from .dynamic import validate_steps
 from .half import cast
 from .monitor import inverse_scale
 from .rounding import followers
-from .scaler import LossScaler
+from .scaler import LossScaler, validate_scale
 from .step import explained
 from .tensorcore import decompose, half_compute, is_composite
 from .toys import predict, split_batch
@@ -341,7 +341,7 @@ class Row:
 TORCH = str(Path(torch.__file__).parent)
 LIBRARY = Path(predict.__code__.co_filename).parent
 PACKAGES = 'fastcore fastai transformers/trainer accelerate lightning pytorch_lightning'.split()
-TOOLS = (TORCH, '<frozen', '/runpy.py', '/contextlib.py',
+TOOLS = (TORCH, '<frozen', '/runpy.py', '/contextlib.py', '/bin/mpcourse',
          *(f'-packages/{name}' for name in PACKAGES))   # a user's folder may be called so, too
 NETS = {'toys', 'zoo', 'cases', 'failures'}
 
@@ -1382,6 +1382,7 @@ def probe_precision(
     inputs, targets = split_batch(batch)
     model = getattr(model, '_orig_mod', model)              # inside torch.compile
     if isinstance(scale, LossScaler): scale = scale.scale.item()
+    scale = validate_scale(scale, 2.**-126)
     kind = next(model.parameters()).device.type
     whole, forward, dtype = scheme_contexts(find_scheme(scheme), kind)
     devices = {p.device for p in model.parameters() if p.is_cuda}

@@ -166,3 +166,18 @@ def test_the_text_of_an_exit_is_printed(capsys):
     Path('mine.py').write_text("import sys\nsys.exit('give --data')")
     code, _, err = out_of(capsys, 'watch', 'mine.py')
     assert code == 1 and 'give --data' in err
+
+
+@pytest.mark.parametrize('old, new', [('lambda ps: torch.optim.SGD(ps, .1)', '3'), ('lambda: [(x, x[:, :1])]*25', '[(x, x)]')])
+def test_a_training_of_what_cannot_be_called(old, new, capsys):
+    Path('mine.py').write_text(SCRIPT.replace(old, new))
+    code, _, err = out_of(capsys, 'probe', 'mine.py:make')
+    assert code == 2 and 'of this Training is a' in err and err.count('\n') == 1
+    code, _, err = out_of(capsys, 'probe', 'mine.py')
+    assert code == 2 and "give mine.py:make" in err
+
+
+def test_a_script_without_a_step_is_told(capsys):
+    Path('mine.py').write_text('x = 1')
+    code, _, err = out_of(capsys, 'watch', 'mine.py')
+    assert code == 0 and 'no step was seen' in err
