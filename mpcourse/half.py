@@ -8,6 +8,7 @@ __all__ = ['NORMS', 'is_norm', 'cast_policy', 'map_floats', 'cast', 'model_to_ha
 
 # %% ../nbs/06_half.ipynb #7e55c9d7
 from collections.abc import Callable, MutableMapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import update_wrapper
@@ -21,6 +22,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._pytree import tree_leaves
+
 
 # %% ../nbs/06_half.ipynb #c5da1e7a
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)
@@ -83,6 +86,20 @@ def validate_not_scripted(
         if isinstance(m, torch.jit.ScriptModule):
             raise ValueError(f'{type(m).__name__} is TorchScript, '
                              'whose forward cannot be changed or hooked: give the Python model.')
+
+# %% ../nbs/06_half.ipynb #06e00002
+@contextmanager
+def explained(
+    xb, # inputs of a model, in any nest
+):
+    "A context for its forward pass under autocast: if it fails, a float64 input is named"
+    try: yield
+    except RuntimeError as e:
+        for t in tree_leaves(xb):
+            if isinstance(t, Tensor) and t.dtype == torch.float64: raise ValueError(
+                'An input is torch.float64, which is the usual dtype of NumPy, and autocast does '
+                f'not cast it: give x.float(). ({e})') from e
+        raise
 
 # %% ../nbs/06_half.ipynb #472d42c6
 def _within_fp32(model):

@@ -29,11 +29,10 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 from .dynamic import validate_steps
-from .half import cast
+from .half import cast, explained
 from .monitor import inverse_scale
 from .rounding import followers
 from .scaler import LossScaler, validate_scale
-from .step import explained
 from .tensorcore import decompose, half_compute, is_composite
 from .toys import predict, split_batch
 

@@ -23,7 +23,7 @@ from torch.nn.parameter import UninitializedBuffer
 from torch.utils._pytree import tree_leaves
 
 from .half import cast as cast_floats
-from .half import half_dtype, HALVES, Handles, validate_not_scripted
+from .half import explained, half_dtype, HALVES, Handles, validate_not_scripted
 from .master import group_params, inner_optimizer
 from .scaler import graph_nodes, is_maximum, LossScaler, reduce_stats, StaticScaler
 from .scaler import warn_user
@@ -534,19 +534,6 @@ def validate_trainable(
             f'The gradient of {n} is sparse, and cannot be unscaled: set sparse=False.')
 
 # %% ../nbs/09_step.ipynb #946b5a51
-@contextmanager
-def explained(
-    xb, # inputs of a model, in any nest
-):
-    "A context for its forward pass under autocast: if it fails, a float64 input is named"
-    try: yield
-    except RuntimeError as e:
-        for t in tree_leaves(xb):
-            if isinstance(t, Tensor) and t.dtype == torch.float64: raise ValueError(
-                'An input is torch.float64, which is the usual dtype of NumPy, and autocast does '
-                f'not cast it: give x.float(). ({e})') from e
-        raise
-
 def validate_optimizer(
     opt, # a torch or fastai optimizer
     model:nn.Module, # that it shall move
