@@ -340,7 +340,7 @@ class Row:
 TORCH = str(Path(torch.__file__).parent)
 LIBRARY = Path(predict.__code__.co_filename).parent
 PACKAGES = 'fastcore fastai transformers/trainer accelerate lightning pytorch_lightning'.split()
-TOOLS = (TORCH, '<frozen', '/runpy.py', '/contextlib.py', '/bin/mpcourse',
+TOOLS = (TORCH, '<frozen', '/runpy.py', '/contextlib.py',
          *(f'-packages/{name}' for name in PACKAGES))   # a user's folder may be called so, too
 NETS = {'toys', 'zoo', 'cases', 'failures'}
 
@@ -351,6 +351,7 @@ def is_tool(
     "Is this line none of the user's?"
     path = Path(file)
     if path.parent == LIBRARY: return path.stem not in NETS
+    if (path.parent.name, path.name) == ('bin', 'mpcourse'): return True    # the console's script
     return any(part in file for part in TOOLS)
 
 def shown(

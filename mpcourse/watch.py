@@ -220,6 +220,7 @@ def scanned(
 )->Scanned:
     "Look at one tensor"
     t = t.detach().to_dense().flatten()
+    if t.dtype != torch.float64: t = t.float()      # of FP8 and BF16 torch has few functions
     half, finite = t.half(), t.isfinite()
     largest = t.abs().nan_to_num(math.inf, math.inf).max().item() if len(t) else 0.
     if finite.any(): largest = t[finite].abs().max().item()

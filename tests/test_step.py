@@ -1088,15 +1088,11 @@ def test_two_optimizers_as_one_step_and_a_shared_weight_is_unscaled_once():
     torch.manual_seed(0)
     net, x, y = nn.Linear(4, 1, bias=False), torch.randn(8, 4), torch.randn(8, 1)
     want, = torch.autograd.grad(mse(net(x), y), net.weight)
-    both = Both(sgd(net), sgd(net))
-    step = MixedStep(StaticScaler(2.**10))
-    for _ in range(2): step(net, x, y, both, mse)
-    first = Both(sgd(net), sgd(net))
-    fresh = nn.Linear(4, 1, bias=False)
-    torch.manual_seed(0); fresh.reset_parameters()
-    one = Both(sgd(fresh), sgd(fresh))
-    MixedStep(StaticScaler(2.**10))(fresh, x, y, one, mse)
-    assert step.outcome.number == 1 and torch.allclose(one.seen[0], want, rtol=.02) and first.parts
+    both, step = Both(sgd(net), sgd(net)), MixedStep(StaticScaler(2.**10))
+    step(net, x, y, both, mse)
+    assert torch.allclose(both.seen[0], want, rtol=.02)
+    step(net, x, y, both, mse)
+    assert step.outcome.number == 1
 
 
 def test_a_model_that_is_refused_leaves_the_policys_hooks_on_the_other():
@@ -1106,9 +1102,7 @@ def test_a_model_that_is_refused_leaves_the_policys_hooks_on_the_other():
     step(net, x, y, sgd(net), mse)
     scripted = torch.jit.script(nn.Linear(4, 1))
     with pytest.raises(ValueError): step(scripted, x, y, sgd(scripted), mse)
-    before = step.scaler.scale.clone()
-    hooks = sum(len(m._forward_hooks) for m in net.modules())
-    assert hooks and step.controller.model is net and before == step.scaler.scale
+    assert sum(len(m._forward_hooks) for m in net.modules()) and step.controller.model is net
 
 
 class Stops(nn.Module):

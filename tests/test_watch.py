@@ -233,3 +233,14 @@ def test_what_cannot_be_scanned(tmp_path):
     scan = scan_checkpoint(tmp_path/'nan.pt')
     assert [t.name for t in scan.bad] == ['w'] and 'the 2 weights' in str(scan) and '50.0% is NaN' in str(scan)
     with pytest.raises(ValueError, match='rate=0 cannot work'): scan_checkpoint(tmp_path/'whole.pt', 0)
+
+
+def test_every_dtype_is_scanned_and_fp64_is_not_narrowed(tmp_path):
+    from mpcourse.watch import scan_checkpoint
+    ones = torch.full((64,), .999)
+    kinds = dict(bf16=ones.bfloat16(), half=ones.half(), e4m3=ones.to(torch.float8_e4m3fn), large=torch.tensor([1e300], dtype=torch.float64), sparse=torch.eye(3).to_sparse(), none=torch.empty(0))
+    torch.save(kinds, tmp_path/'x.pt')
+    found = {t.name: t for t in scan_checkpoint(tmp_path/'x.pt', 3e-3).tensors}
+    assert found.keys() == kinds.keys() and not any(t.nan for t in found.values()) and found['none'].largest == 0
+    exact = scan_checkpoint(tmp_path/'x.pt', 2.**-9 - 1e-6), scan_checkpoint(tmp_path/'x.pt', 2.**-9 + 1e-6)       # half a spacing below 1
+    assert [[t.stands_still for t in scan.tensors if t.name == 'half'] for scan in exact] == [[1.], [0.]]

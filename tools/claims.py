@@ -32,6 +32,7 @@ from nbconvert.filters.ansi import strip_ansi
 from nbformat.v4 import new_output
 from traitlets import Unicode
 
+from mpcourse.cli import positive
 from tools.asserts import room
 from tools.course import THREADS, first_match, make_client, progress_bar, run_async, write_text
 from tools.fingerprints import ROOT, NOT_RUN, code_cells, code_hash, digest, read_text
@@ -123,12 +124,6 @@ def names_of(path):
     "What a notebook may be called: '02_rounding', '02', '2', 'rounding'"
     number, _, name = path.stem.partition('_')
     return {path.stem, number, number.lstrip('0'), name} - {''}
-
-
-def positive(text):
-    "A whole number from 1"
-    if text.isdigit() and int(text): return int(text)
-    raise argparse.ArgumentTypeError(f'{text!r} is not a whole number from 1')
 
 
 def seed_range(text):
