@@ -63,8 +63,7 @@ def projection_ratio(
     s:torch.Tensor, g:torch.Tensor, # of one shape
 )->float: # 1 if s is g, or g plus something orthogonal; 0 if nothing of g is in s
     "How much of g is in s"
-    s = s.double()              # squares of 1e-24 are 0 in FP32
-    g = g.double()
+    g = g.double()              # squares of 1e-24 are 0 in FP32
     return ((s*g).sum()/(g*g).sum()).item()
 
 
@@ -426,7 +425,7 @@ class Advice:
         "Draw schemes against probes; the colour is what arrives of the step in the worst layer"
         import matplotlib.pyplot as plt
         ax = ax or plt.subplots(figsize=(6, 3.6))[1]
-        names = [n for n in self.seen if n not in STORED] or list(self.seen)
+        names = [n for n in self.seen if n not in STORED]
         looks = max(map(len, self.seen.values()), default=1)
         grid = torch.full((len(names), looks), math.nan)
         for row, n in zip(grid, names):
