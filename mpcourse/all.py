@@ -30,7 +30,7 @@ from .sanitizer import *  # noqa: F403
 from .als import *  # noqa: F403
 from .layerwise import *  # noqa: F403
 from .accumulate import *  # noqa: F403
-from .distributed import *  # noqa: F403
+from .ranks import *  # noqa: F403
 from .learner import *  # noqa: F403
 from .zoo import *  # noqa: F403
 from .unit import *  # noqa: F403
@@ -51,6 +51,6 @@ from .conform import *  # noqa: F403
 # %% ../nbs/93_all.ipynb #a27af561
 MODULES = '''formats rounding toys failures tensorcore emulate recipe half master scaler step callback
              checkpoint dynamic policies simulator gradscaler monitor underflow sanitizer als layerwise
-             accumulate distributed learner zoo unit unit_models fp8 fourbits remainders compare
+             accumulate ranks learner zoo unit unit_models fp8 fourbits remainders compare
              advise cases plots watch real gap testing conform'''.split()
 __all__ = [name for m in MODULES for name in sys.modules[f'mpcourse.{m}'].__all__]

@@ -9,7 +9,7 @@ __all__ = ['SIDE', 'ALPHABET', 'Data', 'digits', 'seed', 'batches', 'seeded', 'm
            'char_text', 'CharTransformer', 'char_transformer', 'warmup_cosine', 'get_toy', 'Run', 'train_toy']
 
 # %% ../nbs/03_toys.ipynb #ce7ebb86
-import base64, hashlib, importlib, math, os, platform, time, zlib
+import base64, hashlib, math, os, platform, time, zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -684,10 +684,10 @@ TOYS['char_lm'] = Toy(
 def get_toy(
     name: str | Toy, # a name, or a toy itself
 ) -> Toy: # the registered one
-    "Look a toy up by its name; those of appendix 88 are loaded when they are asked for"
+    "Look a toy up by its name; `import mpcourse.zoo` adds those of appendix 88"
     if isinstance(name, Toy): return name
-    if name not in TOYS: importlib.import_module('mpcourse.zoo')     # it adds its toys to TOYS
-    if name not in TOYS: raise ValueError(f'There is no toy {name!r}: there are {", ".join(TOYS)}.')
+    if name not in TOYS: raise ValueError(
+        f'There is no toy {name!r}: there are {", ".join(TOYS)}, and after `import mpcourse.zoo` cnn and two_towers.')
     return TOYS[name]
 
 @dataclass

@@ -21,7 +21,7 @@ PACKAGES = '''pytest hypothesis numpy torch torch._dynamo torch.distributed matp
               IPython.display ipywidgets fastai.basics fastai.callback.all nbclient nbconvert nbformat.v4 bs4 ml_dtypes gfloat'''.split()
 SLOWEST = 8
 # begin with these where nothing is known
-LONG = 'marking live course claims cases failures exercises checkpoint studies distributed structure browser unit'.split()
+LONG = 'marking live course claims cases failures exercises checkpoint studies ranks structure browser unit'.split()
 
 
 def tell(outcomes):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest, torch, torch.nn.functional as F
 from torch import nn
 
+import mpcourse.zoo  # noqa: F401: its nets
 from mpcourse.advise import PROBES, STEPS, STORED, ShadowModel, SchemeProbe, advise_schemes, arrived, as_taken, judge, weight_matrices, projection_ratio
 from mpcourse.compare import SCHEMES, Training, toy_training
 from mpcourse.toys import plain_step, TOYS

@@ -88,7 +88,7 @@ from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
 from mpcourse.unit_models import unit_scale
-import mpcourse.accumulate, mpcourse.distributed
+import mpcourse.accumulate, mpcourse.ranks
 torch.manual_seed(0)
 x, y = torch.randn(64, 8), torch.randint(3, (64,))
 def net(): return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))

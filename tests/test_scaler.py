@@ -6,6 +6,7 @@ from functools import partial
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from conftest import ROOT
 
+import mpcourse.zoo  # noqa: F401: its nets
 from mpcourse.formats import same_bits
 from mpcourse.layerwise import LayerwiseScaler
 from mpcourse.scaler import LossScaler, StaticScaler, reduce_stats, validate_scale

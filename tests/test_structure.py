@@ -17,7 +17,7 @@ LABORATORY = {'toys', 'zoo', 'plots', 'tensorcore'}      # any module may import
 LIBRARY = [m for m in NUMBER if m not in TOOLS]
 # without fastai: the modules that DESIGN.md marks so, as far as they are written
 LIGHT = '''plots formats rounding toys tensorcore emulate half master scaler step dynamic policies simulator gradscaler
-           recipe monitor underflow als layerwise accumulate distributed unit unit_models fp8 fourbits zoo doctor'''.split()
+           recipe monitor underflow als layerwise accumulate ranks unit unit_models fp8 fourbits zoo doctor'''.split()
 HEADINGS = ['What goes wrong', 'What we built', 'In earnest', 'Questions', 'Exercises', 'Further reading']
 sources, notebooks, chapters = each('module', NUMBER), each('path', NBS), each('path', CHAPTERS)
 

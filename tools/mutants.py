@@ -217,9 +217,9 @@ M = [Mutant(*row) for row in (
     ('accumulate', "with self.wide(): opt.load_state_dict(state['opt'])", "opt.load_state_dict(state['opt'])", 'accumulate', 'resumed'),
     ('accumulate', "self.generator.set_state(state['generator'])", 'pass', 'accumulate', 'resumed'),
     # ranks
-    ('distributed', 'running_mean(parts)', 'sum(parts)/len(parts)', 'distributed', 'no_mean_is_larger'),
-    ('distributed', "'stochastic', 'inf'", "'nearest', 'inf'", 'distributed', 'stochastic_rounding'),
-    ('step', '    return group\n\n# %% ../nbs/09_step.ipynb #c17', '    return None\n\n# %% ../nbs/09_step.ipynb #c17', 'distributed', 'a_group_decides'),
+    ('ranks', 'running_mean(parts)', 'sum(parts)/len(parts)', 'ranks', 'no_mean_is_larger'),
+    ('ranks', "'stochastic', 'inf'", "'nearest', 'inf'", 'ranks', 'stochastic_rounding'),
+    ('step', '    return group\n\n# %% ../nbs/09_step.ipynb #c17', '    return None\n\n# %% ../nbs/09_step.ipynb #c17', 'ranks', 'a_group_decides'),
     # the drop-in
     ('gradscaler', "if state['taken']: return optimizer.step(*args, **kwargs)", 'optimizer.step(*args, **kwargs)', 1, 'every_bit and gradscaler'),
     ('gradscaler', 'self.policy.load_state_dict(from_torch(state, **config).state_dict())', 'pass', 'gradscaler', 'torchs_state'),

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from mpcourse.accumulate import running_mean
 from mpcourse.callback import Learner, quiet_fit, tensor_dls
 from mpcourse.checkpoint import CheckpointCB, choose_common_step, read_training_state, save_training_state
-from mpcourse.distributed import gather_frames, run_ranks, running_mean_hook, stochastic_hook
+from mpcourse.ranks import gather_frames, run_ranks, running_mean_hook, stochastic_hook
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.fp8 import CastConfig, Recipe, reduce_amax, simulate_fp8
 from mpcourse.gradscaler import GradScaler
@@ -351,9 +351,9 @@ def test_run_ranks_ends_when_a_process_does():
 
 
 @pytest.mark.sweep(0)
-@pytest.mark.chapters('22_distributed')
+@pytest.mark.chapters('22_ranks')
 def test_torchrun_runs_the_chapters_script(tmp_path):
-    script, = [s for _, _, s in code_cells(ROOT/'nbs'/'22_distributed.ipynb') if s.startswith('script = ')]
+    script, = [s for _, _, s in code_cells(ROOT/'nbs'/'22_ranks.ipynb') if s.startswith('script = ')]
     file = tmp_path/'train.py'
     file.write_text(ast.literal_eval(script.removeprefix('script = ')))
     launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2', str(file)]
