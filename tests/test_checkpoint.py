@@ -502,6 +502,7 @@ torch.save((steps, same(got[0][1], want[0][1]) and got[0][0] == want[0][0], diff
 '''
 
 
+@pytest.mark.sweep(0)
 def test_two_ranks_pass_over_the_first_of_two_fits(ranks):
     # the second fit's checkpoint is of its fifth step
     for steps, between, wrong in ranks(SECOND): assert steps == [5] and between and not wrong

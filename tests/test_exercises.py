@@ -984,7 +984,7 @@ def complaint(check, solution):
     return ''
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize('path', [p for p, found in CHAPTERS.items() if found], ids=lambda p: p.stem)
 def test_rejects_stubs_and_wrong_answers(path):
     def stub(*args, **kwargs): pass

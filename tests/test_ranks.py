@@ -326,6 +326,7 @@ quiet_fit(learn, 2)
 '''
 
 
+@pytest.mark.sweep(0)
 def test_a_rank_is_killed_and_the_other_ends_with_an_error(tmp_path):
     start = time.monotonic()
     env = os.environ | dict(OMP_NUM_THREADS='1')
