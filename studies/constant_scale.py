@@ -13,7 +13,7 @@ from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.toys import batches, drawings, fit, get_toy, heads_loss, heads_score, plain_step, train_toy, two_heads
 
 NETS = 'relu_mlp', 'cnn', 'deep_sigmoid', 'char_lm', 'two_towers', 'two_heads'
-SCALES = {'FP32': None, 'measured': 'measured', '1': 1., '2^12': 2.**12, '2^16': 2.**16}
+SCALES = {'FP32': None, 'BF16': None, 'measured': 'measured', '1': 1., '2^12': 2.**12, '2^16': 2.**16}
 ROWS = [f'{net}: {scale}' for net in NETS for scale in SCALES]
 SEEDS = range(5)
 
@@ -45,7 +45,9 @@ def run(row, seed):
     "Loss at the end (of two_heads the error of the drawings), the share of skipped steps, and the scale"
     net, _, name = row.partition(': ')
     scale = measured(net, seed) if name == 'measured' else SCALES[name]
-    step = MixedStep(StaticScaler(scale)) if scale else plain_step
+    if scale: step = MixedStep(StaticScaler(scale))
+    elif name == 'BF16': step = MixedStep(StaticScaler(1.), torch.bfloat16)
+    else: step = plain_step
     with fp32_accumulate():
         if net == 'two_heads': loss, history = train_heads(step, seed)
         else: loss, history = train_other(net, step, seed)
