@@ -686,9 +686,9 @@ def get_toy(
 ) -> Toy: # the registered one
     "Look a toy up by its name; `import mpcourse.zoo` adds those of appendix 88"
     if isinstance(name, Toy): return name
-    if name not in TOYS: raise ValueError(
-        f'There is no toy {name!r}: there are {", ".join(TOYS)}, and after `import mpcourse.zoo` cnn and two_towers.')
-    return TOYS[name]
+    if name in TOYS: return TOYS[name]
+    raise ValueError(f'There is no toy {name!r}: there are {", ".join(TOYS)}; '
+                     '`import mpcourse.zoo` brings cnn and two_towers.')
 
 @dataclass
 class Run:
