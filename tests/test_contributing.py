@@ -66,14 +66,15 @@ def test_a_format_is_one_line_its_name_and_its_peer(tree):
 
 
 def test_a_scaler_passes_the_contract_once_it_is_named(tree):
-    assert 'Add it to `POLICIES` in `tests/test_scaler.py`' in CONTRIBUTING
+    assert 'Add it to `CONTRACT` in `tests/test_scaler.py`' in CONTRIBUTING
     test = tree/'tests/test_scaler.py'
-    edit(test, '\n\nPOLICIES = dict(', SCALER + 'POLICIES = dict(two_strikes=TwoStrikes, ')
+    edit(test, '\n\nCONTRACT = dict(', SCALER + 'CONTRACT = dict(two_strikes=TwoStrikes, ')
     run(tree, 'pytest', '-q', '-p', 'no:cacheprovider', '-k', 'two_strikes', 'tests/test_scaler.py')
 
 
 def test_where_is_names_files_that_are_there():
     "And the whole is short enough for a first day"
     paths = [p.split(' ')[0] for p in re.findall(r'`((?:nbs|tests|tools|studies|mpcourse|bench|\.github)/[^`]*)`', CONTRIBUTING)]
-    assert len(paths) > 20 and not [p for p in paths if '*' not in p and p != 'studies/name.py' and not (ROOT/p).exists()]
+    paths += [f'nbs/{stem}.ipynb' for stem in re.findall(r'`(\d\d_\w+)`', CONTRIBUTING)]
+    assert len(paths) > 40 and not [p for p in paths if '*' not in p and p != 'studies/name.py' and not (ROOT/p).exists()]
     assert len(CONTRIBUTING.encode()) <= 8*1024

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from conftest import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpcourse.zoo  # noqa: F401: its nets
 from mpcourse.formats import same_bits
@@ -32,13 +33,11 @@ class Torch(LossScaler):
 class InPlace(Torch):
     "The same, for those who write into their buffers"
     def next_scale(self, stats):
-        bad = bool(stats['found_inf'] > 0)
-        self.growth_tracker.add_(1)
-        if bad: self.scale.div_(2)
-        if bad or self.growth_tracker == self.interval:
-            if not bad: self.scale.mul_(2)
-            self.growth_tracker.zero_()
-        return self.scale
+        bad = stats['found_inf'] > 0
+        self.growth_tracker.add_(1).mul_(~bad)
+        grow = self.growth_tracker == self.interval
+        self.growth_tracker.mul_(~grow)
+        return self.scale.mul_(torch.where(bad, .5, torch.where(grow, 2., 1.)))
 
 
 class ALS(LossScaler):
@@ -53,18 +52,31 @@ class ALS(LossScaler):
         return torch.where(many, self.scale/2, self.scale*2)
 
 
-POLICIES = dict(static=StaticScaler, torch=Torch, in_place=InPlace, als=ALS, layerwise=partial(LayerwiseScaler, ['0', '2']))
-policies = pytest.mark.parametrize('make', POLICIES.values(), ids=POLICIES)
+CONTRACT = dict(static=StaticScaler, torch=Torch, in_place=InPlace, als=ALS, layerwise=partial(LayerwiseScaler, ['0', '2']))
+policies = pytest.mark.parametrize('make', CONTRACT.values(), ids=CONTRACT)
+
+
+class Stats(dict):
+    "What the step hands over; no gradient is above an edge"
+    def __missing__(self, key):
+        if key[0] != 'above': raise KeyError(key)
+        return torch.tensor(0.)
 
 
 def stats(found=0., loss_finite=1., **more):
-    "What the step hands over"
-    seen = {'found_inf': found, 'loss_finite': loss_finite, 'numel': 1000., ('above', 2.**13): 0., **more}
-    return {k: torch.tensor(float(v)) for k, v in seen.items()}
+    seen = {'found_inf': found, 'loss_finite': loss_finite, 'numel': 1000., 'amax': torch.inf if found else 8., ('amax', 'loss'): 1., **more}
+    return Stats((k, torch.tensor(float(v))) for k, v in seen.items())
 
 
 def buffers(s): return {n: b.clone() for n, b in s.named_buffers()}
 def same(a, b): return a.keys() == b.keys() and all(same_bits(a[k], b[k]) for k in a)
+
+
+class NoReads(TorchDispatchMode):
+    "Nothing may wait for the device"
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, 'a tensor is read: take torch.where'
+        return func(*args, **(kwargs or {}))
 
 
 # --- the contract ---
@@ -108,6 +120,16 @@ def test_what_is_saved_goes_on_as_the_original(make, way, tmp_path):
         a.update(stats(bad)), b.update(stats(bad))
         assert same(buffers(a), buffers(b)) and a.config == b.config
     assert a.scale is not b.scale
+
+
+@policies
+def test_a_rule_reads_no_tensor_and_remembers_in_buffers(make):
+    s = make()
+    def outside(): return {k: v for k, v in vars(s).items() if k != '_buffers'}
+    before, steps = copy.copy(outside()), [stats(bad) for bad in (0, 1, 0, 0, 1, 1)]
+    with NoReads():
+        for seen in steps: s.next_scale(seen)
+    assert outside() == before, 'it remembers something outside of its buffers'
 
 
 @policies

@@ -1,13 +1,14 @@
 "The one place where the promises touch the library: a rewrite changes this file and no test"
 import importlib
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 # name → the module that has it
 PLACES = dict(StaticScaler='scaler', MixedStep='step', unscale_='step', get_policy='policies', ALSScaler='als', GradScaler='gradscaler',
-              fp32_accumulate='tensorcore', named_gradients='step', take_step='step', get_master='master', to_model_params='master',
+              fp32_accumulate='tensorcore', emulate_format='emulate', named_gradients='step', take_step='step', get_master='master', to_model_params='master',
               to_master_grads='master', get_toy='toys', batches='toys', tensor_dls='callback', MixedPrecisionCB='callback',
               CheckpointCB='checkpoint', save_training_state='checkpoint', load_training_state='checkpoint',
               model_to_half='half', model_to_float='half', unit_scale='unit_models', simulate_fp8='fp8', quantize='rounding')
@@ -86,13 +87,14 @@ def make_gradscaler(policy=None, skip_nonfinite_loss=None, group=None, **kw):
     return _get('GradScaler')(policy=policy, skip_nonfinite_loss=skip_nonfinite_loss, group=group, **kw)
 
 
-def make_learner(model, train, valid, scaler=None, bs=8, mixed=True, dtype='fp16', **kw):
-    "A Learner on tensors in mixed precision; mixed=False: in FP32"
+def make_learner(model, train, valid, scaler=None, bs=8, mixed=True, dtype='fp16', emulated=False, **kw):
+    "A Learner on tensors in mixed precision; mixed=False: in FP32; emulated: each result rounded to FP16"
     import fastai.callback.schedule  # noqa: F401  (fit_one_cycle, lr_find)
     from fastai.basics import Learner
     learn = Learner(_get('tensor_dls')(train, valid, bs), model, **kw)
     learn.remove_cbs([cb for cb in learn.cbs if cb.name == 'progress'])
-    return learn.to_mixed(scaler, dtype) if mixed else learn
+    more = dict(compute=partial(_get('emulate_format'), 'fp16')) if emulated else {}
+    return learn.to_mixed(scaler, dtype, **more) if mixed else learn
 
 
 def checkpoint(path, every=2):

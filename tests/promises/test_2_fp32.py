@@ -99,17 +99,14 @@ LOSSES = [CrossEntropyLossFlat(), LabelSmoothingCrossEntropyFlat(), FocalLossFla
           BCEWithLogitsLossFlat(thresh=.5), MSELossFlat(), L1LossFlat()]
 
 
-@pytest.mark.parametrize('compute', (None, 'emulate'))
+@pytest.mark.parametrize('emulated', (False, True))
 @pytest.mark.parametrize('loss', LOSSES, ids=lambda l: getattr(l, '__name__', type(l).__name__))
-def test_what_learn_save_wrote_learn_load_reads_with_every_loss_of_fastais(loss, compute, tmp_path):
-    from mpcourse.emulate import emulate_format
-    from mpcourse.callback import tensor_dls
+def test_what_learn_save_wrote_learn_load_reads_with_every_loss_of_fastais(loss, emulated, tmp_path):
     x, y = data(32)
     y = y if 'ross' in str(loss) or 'Focal' in str(loss) else F.one_hot(y, 3).float()
     torch.manual_seed(0)
-    model, more = nn.Linear(x[0].numel(), 3), dict(compute=partial(emulate_format, 'fp16')) if compute else {}
-    learn = Learner(tensor_dls((x.flatten(1), y), (x.flatten(1), y), 8), model, loss_func=loss, path=tmp_path).to_mixed(A.make_scaler('static', init_scale=2.**8), **more)
-    learn.remove_cbs([cb for cb in learn.cbs if cb.name == 'progress'])
+    model, both = nn.Linear(x[0].numel(), 3), (x.flatten(1), y)
+    learn = A.make_learner(model, both, both, A.make_scaler('static', init_scale=2.**8), emulated=emulated, loss_func=loss, path=tmp_path)
     with learn.no_logging(): learn.fit(1)
     assert all(type(p.grad) in (torch.Tensor, type(None)) for p in model.parameters())
     learn.save('x')
