@@ -25,7 +25,7 @@ def chapter_table(
     nbs: Path=ROOT/'nbs', # the folder of notebooks
 ) -> str: # Markdown
     "The main line: number, title, minutes, promise; all other chapters are two lines"
-    rows = ['| | chapter | minutes | what breaks |', '|---|---|--:|---|']
+    rows = ['| | chapter | minutes | in short |', '|---|---|--:|---|']
     others = dict(Further=[], Appendix=[])
     heading = ''
     minutes = 0
