@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from . import zoo  # noqa: F401: its nets
+from . import zoo  # noqa: F401
 from .accumulate import NoMasterWeights
 from .als import ALSScaler
 from .dynamic import DynamicScaler

@@ -13,7 +13,7 @@ from math import log2, nan
 import pandas as pd
 import torch
 
-import mpcourse.zoo  # noqa: F401: its nets
+import mpcourse.zoo  # noqa: F401
 from mpcourse.als import ALSScaler
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.monitor import TensorCollector

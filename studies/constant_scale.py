@@ -6,7 +6,7 @@ stands beside them.
 """
 import torch
 
-import mpcourse.zoo  # noqa: F401: its nets
+import mpcourse.zoo  # noqa: F401
 from mpcourse.scaler import StaticScaler
 from mpcourse.step import MixedStep
 from mpcourse.tensorcore import fp32_accumulate

@@ -9,7 +9,7 @@ end above what FP32 reaches (chapter 03).
 from dataclasses import replace
 from math import log2, nan
 
-import mpcourse.zoo  # noqa: F401: its nets
+import mpcourse.zoo  # noqa: F401
 from mpcourse.monitor import TensorCollector
 from mpcourse.policies import get_policy
 from mpcourse.scaler import StaticScaler

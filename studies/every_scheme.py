@@ -14,7 +14,7 @@ from functools import partial
 import torch, torch.nn.functional as F
 from torch import nn
 
-import mpcourse.zoo  # noqa: F401: its nets
+import mpcourse.zoo  # noqa: F401
 from mpcourse.compare import SCHEMES, Training, toy_training, train_scheme
 from mpcourse.toys import batches, char_text, cross_entropy, drawings, evaluate, heads_loss, heads_score, mlp, seeded, two_heads
 from sigmoid_init import initialise

@@ -9,7 +9,7 @@ from functools import partial
 import torch, torch.nn.functional as F
 from torch import nn
 
-import mpcourse.zoo  # noqa: F401: its nets
+import mpcourse.zoo  # noqa: F401
 from mpcourse.failures import textbook_cross_entropy
 from mpcourse.fp8 import RECIPES, simulate_fp8
 from mpcourse.toys import batches, fit, get_toy, plain_step, predict

@@ -6,7 +6,7 @@ import torch, torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
-import mpcourse.zoo  # noqa: F401: its nets
+import mpcourse.zoo  # noqa: F401
 from mpcourse.toys import batches, get_toy
 
 CE, MSE = F.cross_entropy, F.mse_loss

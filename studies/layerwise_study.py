@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch.func import functional_call
 
-import mpcourse.zoo  # noqa: F401: its nets
+import mpcourse.zoo  # noqa: F401
 from mpcourse.als import ALSScaler
 from mpcourse.failures import flushed
 from mpcourse.layerwise import LayerwiseScaler

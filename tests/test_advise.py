@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest, torch, torch.nn.functional as F
 from torch import nn
 
-import mpcourse.zoo  # noqa: F401: its nets
+import mpcourse.zoo  # noqa: F401
 from mpcourse.advise import PROBES, STEPS, STORED, ShadowModel, SchemeProbe, advise_schemes, arrived, as_taken, judge, weight_matrices, projection_ratio
 from mpcourse.compare import SCHEMES, Training, toy_training
 from mpcourse.toys import plain_step, TOYS
@@ -112,7 +112,7 @@ def test_advice_names_the_place_where_the_damage_begins():
     advice = ask(linear(2.**-34))
     said = {n: v for n, (v, _) in advice.verdicts.items()}
     assert said['FP16 scale 1'] == 'no' and said['FP16 measured'] == said['FP16 ALS'] == said['BF16'] == 'yes'
-    assert advice.verdicts['FP16 scale 1'][1].endswith('arrives: underflow begins backward in _to_copy outside the layers, at test_advise.py:24')
+    assert advice.verdicts['FP16 scale 1'][1].endswith('arrives: underflow begins backward in _to_copy outside the layers, at test_advise.py:25')
     assert 'arrives in ' in advice.verdicts['BF16'][1]
     assert list(advice.verdicts) == [*STEPS, *STORED] and all(len(advice.seen[n]) == len(PROBES) for n in STEPS)
     assert list(advice.table().columns) == ['verdict', 'because', 'setting'] and advice.plot().images[0].get_array().shape == (len(STEPS), len(PROBES))

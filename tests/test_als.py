@@ -5,7 +5,7 @@ import numpy as np
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-import mpcourse.zoo  # noqa: F401: its nets
+import mpcourse.zoo  # noqa: F401
 from mpcourse.als import EDGE, ALSScaler
 from mpcourse.callback import MixedPrecisionCB, tensor_dls
 from mpcourse.tensorcore import fp32_accumulate

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack as modes
 from torch.utils.checkpoint import checkpoint
 
-import mpcourse.zoo  # noqa: F401: its nets
+import mpcourse.zoo  # noqa: F401
 from mpcourse.emulate import OP_KINDS, chunked_matmul, emulate_format, no_emulation, exact_loss, is_product, op_kind
 from mpcourse.tensorcore import fp32_accumulate, is_composite
 from mpcourse.formats import fp16, get_format, same_bits

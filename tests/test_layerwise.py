@@ -6,7 +6,7 @@ import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch.utils.checkpoint import checkpoint
 
-import mpcourse.zoo  # noqa: F401: its nets
+import mpcourse.zoo  # noqa: F401
 from mpcourse.callback import quiet_fit, tensor_dls
 from mpcourse.checkpoint import load_training_state, save_training_state
 from mpcourse.failures import flushed, gradients

@@ -7,7 +7,7 @@ import pytest, torch, torch.nn as nn, torch.nn.functional as F
 from conftest import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import mpcourse.zoo  # noqa: F401: its nets
+import mpcourse.zoo  # noqa: F401
 from mpcourse.formats import same_bits
 from mpcourse.layerwise import LayerwiseScaler
 from mpcourse.scaler import LossScaler, StaticScaler, reduce_stats, validate_scale

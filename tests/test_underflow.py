@@ -5,7 +5,7 @@ from functools import partial
 import pytest, torch, torch.nn as nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 
-import mpcourse.zoo  # noqa: F401: its nets
+import mpcourse.zoo  # noqa: F401
 from mpcourse.dynamic import DynamicScaler
 from mpcourse.emulate import emulate_format, exact_loss
 from mpcourse.failures import flushed
