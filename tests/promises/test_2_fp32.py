@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest, torch, torch.nn.functional as F
 from fastai.basics import (BCEWithLogitsLossFlat, Callback, CrossEntropyLossFlat, FocalLossFlat, L1LossFlat, LabelSmoothingCrossEntropyFlat,
-                           Learner, MSELossFlat, OptimWrapper, load_learner)
+                           MSELossFlat, OptimWrapper, load_learner)
 from fastai.callback.tracker import SaveModelCallback
 from torch import nn
 
