@@ -26,6 +26,9 @@ from .simulator import *  # noqa: F403
 from .gradscaler import *  # noqa: F403
 from .monitor import *  # noqa: F403
 from .underflow import *  # noqa: F403
+from .shadows import *  # noqa: F403
+from .findings import *  # noqa: F403
+from .lockstep import *  # noqa: F403
 from .sanitizer import *  # noqa: F403
 from .als import *  # noqa: F403
 from .layerwise import *  # noqa: F403

@@ -7,11 +7,14 @@ __all__ = []
 
 # %% ../nbs/92_cli.ipynb #f3dd68d4
 import argparse, itertools, json, math, os, runpy, sys, time, warnings
+from collections.abc import Callable
 from dataclasses import asdict
-from fastcore.script import anno_parser, Param
 from functools import partial
 from html import escape
+from inspect import signature
 from pathlib import Path
+
+from fastcore.docments import docments
 
 # %% ../nbs/92_cli.ipynb #8ae42da3
 class RequestError(ValueError):
@@ -307,11 +310,9 @@ def probe_page(
     return picture + ''.join(pages)
 
 # %% ../nbs/92_cli.ipynb #5a3e92c2
-Rest = Param('arguments of the script', str, nargs=argparse.REMAINDER, opt=False, default=[])
-
 def watch_command(
     script:str, # a Python script, unchanged
-    args:Rest, # its arguments
+    args:list, # arguments of the script
     at:str='1,10,100,1000', # steps to look at closely, from 1, with commas between them
     modules:str='*', # patterns of names of layers with commas between them
     module:bool=False, # the script is the name of a module, as behind `python -m`
@@ -387,14 +388,27 @@ COMMANDS = dict( # name -> function, help
     advise=(advise_command, 'say which schemes will train a net'),
     probe=(probe_command, 'say where a training loses precision'))
 
+def add_arguments(
+    parser:argparse.ArgumentParser, # of a sub-command
+    command:Callable, # whose parameters become arguments
+):
+    "Each parameter of a command as an argument of its parser"
+    help_of = docments(command)
+    for name, v in signature(command).parameters.items():
+        text, kind = help_of[name], v.annotation
+        if v.default is not False and v.default not in (v.empty, None): text = f'{text} (default: {v.default})'
+        if kind is bool: parser.add_argument(f'--{name}', action='store_true', help=text)
+        elif kind is list: parser.add_argument(name, nargs=argparse.REMAINDER, help=text)
+        elif v.default is v.empty: parser.add_argument(name, type=kind, help=text)
+        else: parser.add_argument(f'--{name}', type=kind, default=v.default, help=text)
+
 def make_parser()->argparse.ArgumentParser: # knows every sub-command
     "The parser of the command line"
     about = 'Why 16 and 8 bits break training, and how each remedy works.'
     p = argparse.ArgumentParser(prog='mpcourse', description=about)
     sub = p.add_subparsers(dest='command', required=True, metavar=' | '.join(COMMANDS))
     for name, (command, text) in COMMANDS.items():
-        sub.add_parser(name, help=text, description=command.__doc__,
-                       parents=[anno_parser(command)], add_help=False)
+        add_arguments(sub.add_parser(name, help=text, description=command.__doc__), command)
     return p
 
 
@@ -425,7 +439,6 @@ def main(
     args = vars(make_parser().parse_args(argv))
     name = args.pop('command')
     command, _ = COMMANDS[name]
-    del args['pdb'], args['xtra']           # of fastcore
     try:
         with warnings.catch_warnings():
             warnings.showwarning = partial(tell_once, set())

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map
 
 from faulty_nets import FAULTS, losses
 from healthy_nets import NETS
-from mpcourse.sanitizer import code_at, sanitize
+from mpcourse.sanitizer import sanitize
+from mpcourse.shadows import code_at
 
 SCALES = {torch.bfloat16: 1., torch.float16: 2.**12}
 TRAINED = {'losses: integrator in FP32': torch.float32, 'losses: integrator in BF16': torch.bfloat16}

@@ -13,7 +13,8 @@ from mpcourse.fp8 import RECIPES
 from mpcourse.layerwise import LayerwiseScaler
 from mpcourse.monitor import TensorCollector
 from mpcourse.rounding import quantize
-from mpcourse.sanitizer import is_tool, measure_error, note_errors, probe_precision, sanitize
+from mpcourse.sanitizer import note_errors, probe_precision, sanitize
+from mpcourse.shadows import is_tool, measure_error
 from mpcourse.toys import batches, get_toy
 
 pytestmark = pytest.mark.library
@@ -547,7 +548,7 @@ def test_what_it_says_is_json():
     assert found['schema'] == 'mpcourse.sanitizer/1' and found['steps'] == [1] and found['not_followed'] == []
     first = found['findings'][0]
     assert {'kind', 'file', 'line', 'code', 'module', 'error', 'carried', 'own', 'still', 'flushed', 'name', 'others', 'follows', 'steps', 'first_try', 'chapter'} <= set(first)
-    assert first['code'] == 'high = h + self.offset' and (first['line'], first['chapter']) == (44, '30_offsets')
+    assert first['code'] == 'high = h + self.offset' and (first['line'], first['chapter']) == (45, '30_offsets')
     table = probe_precision(Offset(), data(), MSE, 'bf16 weights').table(findings=True)
     assert table.kind[0] == 'a large offset'
 
@@ -741,7 +742,7 @@ def test_a_users_folder_may_be_called_as_a_package():
 
 
 def test_a_fault_of_the_tool_ends_no_run(monkeypatch):
-    import mpcourse.sanitizer as module
+    import mpcourse.lockstep as module
     def broken(*args): raise ZeroDivisionError('mine')
     monkeypatch.setattr(module, 'numbers', broken)
     net, (x, _) = mlp(8, 16, 4).bfloat16(), data()

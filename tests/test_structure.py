@@ -13,7 +13,7 @@ NUMBER = {m[1]: int(p.name[:2]) for p in NBS for t in TEXTS[p] if (m := re.match
 NOTEBOOK = {m[1]: p for p in NBS for t in TEXTS[p] if (m := re.match(r'#\| *default_exp +(\w+)', t))}
 CHAPTERS = [p for p in NBS if re.match(r'(0[1-9]|[123]\d|40|86)_', p.name)]
 TOOLS = {'doctor', 'cli', 'all'}
-LABORATORY = {'toys', 'zoo', 'plots', 'tensorcore'}      # any module may import them
+LABORATORY = {'toys', 'zoo', 'plots', 'tensorcore', 'shadows', 'findings', 'lockstep'}      # any module may import them
 LIBRARY = [m for m in NUMBER if m not in TOOLS]
 LIGHT = [m for m in NUMBER if m not in ('callback', 'learner', 'all')]       # import without fastai
 HEADINGS = ['What goes wrong', 'What we built', 'In earnest', 'Questions', 'Exercises', 'Further reading']
