@@ -122,13 +122,6 @@ def test_each_kernel_is_fresh_and_has_the_seed_and_threads_of_the_environment(ra
     assert 'AssertionError' not in soup(ran, '02_bad').text  # names of chapter 1 are not there
 
 
-def test_one_thread_where_nothing_is_set(monkeypatch):
-    for v in C.THREADS: monkeypatch.delenv(v, raising=False)
-    assert {C.kernel_env('x')[v] for v in C.THREADS} == {'1'}
-    monkeypatch.setenv('OMP_NUM_THREADS', '2')
-    assert {C.kernel_env('x')[v] for v in C.THREADS} == {'2'}
-
-
 def test_only_notebooks_and_pages_are_left(ran):
     stems = ('01_good', '02_bad', '03_later', 'index')
     assert sorted(p.name for p in ran[1].iterdir()) == sorted(f'{s}.{e}' for s in stems for e in ('html', 'ipynb'))
@@ -160,11 +153,6 @@ def test_page_opens_with_title_promise_sections_and_neighbours(ran):
     assert {a['href'] for a in soup(ran, '02_bad').select('.next a')} == {'01_good.html', '03_later.html'}
 
 
-def test_directives_and_hidden_cells_are_gone(ran):
-    text = soup(ran, '01_good').text
-    assert '#|' not in text and 'hidden_name' not in text and 'default_exp' not in text and 'def visible' in text
-
-
 def test_slides(ran):
     from tools.slides import slides
     found = [(ch, C.executed(ch, ran[1])) for ch in C.chapters(ran[2]) if ch.stem == '01_good']
@@ -185,28 +173,6 @@ def test_slides_of_code(small_course):
     _, first, second = BeautifulSoup(slides([(C.read_chapter(nbs/'01_a.ipynb'), nb)]), 'html.parser').select('section')
     assert [e.text for e in first.select('p, pre')] == ['One. So f doubles x < 9:', 'def f(x): return 2*x  # twice\nf(y)', '<2>'] and first.p.code.text == 'f'
     assert [e.text for e in second.select('p, pre')] == ['f(4)'] # other code stands before it
-
-
-@pytest.mark.sweep(0)
-def test_slides_from_another_folder_without_maps_and_of_questions(small_course, tmp_path, monkeypatch):
-    from tools import slides as S
-    code = '#| fig-cap: "{}"\n#| fig-alt: "a"\nimport matplotlib.pyplot as plt\nplt.plot([1]);'
-    quiz = """from IPython.display import HTML
-one = ('<fieldset><legend>1. Two?</legend><label><input type="radio"> A one</label><label><input type="radio"> B two</label>'
-       '<p class="why"><b class="yes">Right.</b><b class="no">Right is: two.</b> Since so. (<a>chapter</a>)</p></fieldset>')
-HTML(one + one.replace('1. Two?', '2. Two again?'))"""
-    nbs, out = small_course(_87_a=['# A\n\n> P.', code.format('You are here: on a map'), code.format('A finding'), quiz]), tmp_path/'pages'
-    assert run(nbs, out).returncode == 0
-    monkeypatch.setattr(S, 'chapters', lambda _: C.chapters(nbs))
-    votes, answers = ['1. Two? A one B two', '2. Two again?'], ['1. Two?Right is: two. Since so.', '2. Two again?']
-    for args, texts in (([], ['AP.', 'A finding']), (['--questions', '1', '2'], [*votes, 'Answers', *answers])):
-        monkeypatch.setattr(sys, 'argv', ['slides', '--pages', str(out), '--out', str(tmp_path/'s.html'), *args])
-        assert S.main() is None
-        found = BeautifulSoup((tmp_path/'s.html').read_text(), 'html.parser').select('section')
-        assert len(found) == len(texts) and all(t in f.text for t, f in zip(texts, found))
-        assert not any('Right is' in f.text for f in found[:2]), 'the answers come behind all questions'
-    monkeypatch.setattr(sys, 'argv', ['slides', '--pages', str(tmp_path/'none')])
-    assert '--pages' in S.main()
 
 
 def test_checkers_and_imports_are_folded(ran):
@@ -290,13 +256,6 @@ def test_a_request_that_cannot_be_met_is_a_sentence(small_course, tmp_path, monk
 def test_selection(small_course, wanted, numbers):
     nbs = small_course(_01_formats=['# F\n\n> f.'], _02_rounding=['# R\n\n> r.'], _12_policies=['# P\n\n> p.'], index=['# I\n\n> i.'], notes=['# N\n\n> n.'])
     assert [c.number for c in C.select(C.chapters(nbs), wanted)] == numbers
-
-
-def test_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
-    C.write_text(tmp_path/'page.html', 'old')
-    monkeypatch.setattr(os, 'replace', lambda *a: (_ for _ in ()).throw(OSError('disk full')))
-    with pytest.raises(OSError): C.write_text(tmp_path/'page.html', 'new')
-    assert (tmp_path/'page.html').read_text() == 'old'
 
 
 # --- README.md ---

@@ -1,5 +1,5 @@
 "The Quarto site: its definition, the notebooks that go into it, and a small site in a real Chromium"
-import configparser, http.server, importlib.util, os, re, shutil, subprocess, sys, threading
+import configparser, http.server, importlib.util, os, re, shutil, threading
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -26,12 +26,6 @@ CHAPTER = SimpleNamespace(number='07', stem='07_toy')
 
 
 # --- the definition ---
-
-def test_without_quarto_one_sentence_and_a_failure(tmp_path):
-    env = {**os.environ, 'PATH': str(tmp_path)}
-    r = subprocess.run([sys.executable, ROOT/'tools/site.py'], capture_output=True, text=True, timeout=120, env=env)
-    assert r.returncode == 1 and r.stdout == '' and 'https://quarto.org/docs/get-started/' in r.stderr
-    assert r.stderr.count('\n') == 1
 
 
 def test_link_and_output_folder():
@@ -130,14 +124,6 @@ def test_a_runtime_without_a_gpu_runs_every_cell(tmp_path):
     for s in guarded: compile(s, 'cell', 'exec'); assert s.startswith('import torch\nif torch.cuda.is_available():\n')
 
 
-def test_a_table_in_a_widgets_json_stays_json():
-    import json
-    html = f'<script type="application/json">{json.dumps({"frames": ["<table><tr>"]})}</script>'
-    out = SITE.html_output(html).data['text/html']
-    inner = re.search(r'json">(.*)</script>', out)[1]
-    assert json.loads(inner)['frames'][0].startswith('<table data-quarto-disable-processing')
-
-
 def test_a_good_chapter_has_its_number_and_no_banner():
     nb = SITE.for_site(notebook(new_code_cell('x')), CHAPTER)
     assert nb.cells[0].source == '# 07 · Toy\n\n> A promise\n\n- image: card.png' and len(nb.cells) == 3
@@ -163,23 +149,6 @@ def test_a_failed_chapter_names_and_shows_its_failed_cells():
     assert failed.outputs[0].data['text/html'] == '<pre class="error" id="failed-3">line 1\n2 &lt; 1</pre>'
 
 
-def test_stale_chapters_are_found(tmp_path):
-    assert {c.stem for c in SITE.stale(tmp_path)} == {p.stem for p in NBS}
-
-
-@each('status, dead, message', [('ok', [], None), ('failed', [], '07_toy'), ('ok', ['a.html: b'], 'a.html: b')])
-def test_a_failed_chapter_or_a_dead_link_ends_with_a_message(monkeypatch, status, dead, message):
-    built = []
-    monkeypatch.setattr(SITE.shutil, 'which', lambda name: name)
-    monkeypatch.setattr(SITE, 'stale', lambda out: [])
-    monkeypatch.setattr(SITE, 'chapters', lambda nbs: [CHAPTER])
-    monkeypatch.setattr(SITE, 'executed', lambda ch, out: notebook(status=status))
-    monkeypatch.setattr(SITE, 'build', lambda runs, docs: built.append(runs))
-    monkeypatch.setattr(SITE, 'dead_links', lambda docs: dead)
-    said = SITE.main()
-    assert built and (said is None if message is None else message in said)
-
-
 # --- the pages that Quarto wrote ---
 
 def test_links_to_names_are_local_or_plain_text(small_course, tmp_path, monkeypatch):
@@ -196,12 +165,6 @@ def test_links_to_names_are_local_or_plain_text(small_course, tmp_path, monkeypa
     assert (tmp_path/'a.html').read_text() == ('<a href="b.html#one">one</a> <code>two</code> <code>three</code>'
         '<a href="https://x.org/f.py" class="s">source</a> <a href="b.html#two">mine</a>')
     assert SITE.dead_links(tmp_path) == ['a.html: b.html#two']
-
-
-def test_signatures_hold_no_markdown(tmp_path):
-    (tmp_path/'a.html').write_text(f'<span># for [`fit`]({SITE.host()}toys.html#fit), and [`x`](y)</span>')
-    SITE.finish(tmp_path)
-    assert (tmp_path/'a.html').read_text() == '<span># for `fit`, and [`x`](y)</span>'
 
 
 def test_scripts_from_outside_are_taken_out(tmp_path):

@@ -2,15 +2,10 @@
 import ast, json, math, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 
-import pandas as pd, pytest, torch
+import pytest
 from conftest import ROOT, each
 
-from mpcourse import toys
-from mpcourse.scaler import StaticScaler
-from mpcourse.step import MixedStep
-from mpcourse.tensorcore import fp32_accumulate
 from mpcourse.zoo import Study, study
-from mpcourse.unit import unit_cross_entropy
 
 FOLDER = ROOT/'studies'
 CharModel = study('unit_sweep').module.CharModel
@@ -202,125 +197,3 @@ def test_a_failing_task_is_named_and_the_rest_kept(slow, tmp_path):
 def test_what_it_refuses(slow, tmp_path, args, env, said):
     code, text = finish(slow(*args, **env))
     assert code == 2 and said in text and not log(tmp_path) and not files(tmp_path)
-
-
-# --- helpers of the storm ---
-
-def rows(rates): return [dict(step=i, name=n, kind='weight_grad', flushed=r) for i, r in enumerate(rates) for n in 'ab']
-
-
-@pytest.mark.parametrize('crew, skipped, end', [('torch', 10, 2.**6), ('static 2^16', 10, 2.**16), ('floor 2^12', 10, 2.**12), ('start 2^24', 10, 2.**14),
-                                                ('Megatron', 10, 2.**7), ('BF16', 0, 1.), ('FP32', 0, 1.), ('ALS, saturating', 0, None)])
-def test_crews_in_the_storm(crew, skipped, end):
-    "Ten bad batches from step 30 on cost what they cost each crew; the collector sees the steps that it should"
-    clip = study('clip_study').module
-    frame, h = clip.clip_storm(crew, 30, steps=43)
-    lost = [i for i,s in enumerate(h['skipped']) if s]
-    assert lost == list(range(30, 40))[:skipped] and len(h['loss']) == 43 and (end is None or h['scale'][-1] == end)
-    assert sorted(set(frame.step)) == sorted(s for s in clip.looked_at(30) if s < 43) and frame.flushed.isna().all() == (crew == 'FP32')
-    if crew != 'FP32': assert (clip.first_warning(frame) == 40) == (crew in ('torch', 'Megatron'))
-
-
-def test_a_shorter_flight_is_the_beginning_of_a_longer_one():
-    clip = study('clip_study').module
-    (_, a), (_, b) = (clip.clip_storm('torch', 5, seed=1, steps=n) for n in (12, 20))
-    assert a['loss'][:5] == b['loss'][:5] and a['scale'] == b['scale'][:12] and sum(a['skipped']) == 7
-    cnn, h = clip.clip_storm('torch', 5, toy='cnn', steps=20)
-    assert sum(h['skipped']) == 10 and '0.weight' in set(cnn.name)
-
-
-def test_first_warning():
-    clip = study('clip_study').module
-    assert clip.first_warning(pd.DataFrame(rows([0., 0., 0., .5, .5, .5]))) == 3 and clip.first_warning(pd.DataFrame(rows([.004]*9))) != clip.first_warning(pd.DataFrame(rows([.9]*9)))
-    late = rows([0.]*40 + [.04, .05, .06, .07, .09, .1, .1, .1])
-    assert clip.first_warning(pd.DataFrame(late)) == 46 and clip.first_warning(pd.DataFrame(late), window=10**6) != 46       # a long calm hides it
-
-
-def test_corrupt():
-    corrupt = study('storm_study').module.corrupt
-    x, names = torch.rand(40, 1, 8, 8), torch.arange(3)
-    y, same = corrupt((x, names), generator=torch.Generator().manual_seed(0))
-    hit = (x != y).flatten(1).any(1)
-    assert hit.sum() == 2 and same is names and torch.equal(y[hit], x[hit]*1e5) and torch.equal(y[~hit], x[~hit])
-    assert y.isfinite().all() and y.half().isinf().any()
-
-
-@pytest.mark.parametrize('storm, bad, finite', [('none', [], 60), ('loss', range(30, 40), 50), ('loss / 1', range(30, 40), 50), ('NaN', range(30, 40), 60),
-                                                ('NaN x 24', range(30, 54), 60), ('large', range(30, 40), 60), ('grown', range(30, 60), 60)])
-def test_a_storm_is_bad_where_it_says(storm, bad, finite):
-    "Steps that a constant scale skips, and losses that are finite: in FP16, and all of them in FP32"
-    storms = study('storm_study').module
-    toy = storms.toy_of(storms.STORMS[storm][0])
-    def history(step): return toys.train_toy(toy, storms.in_storm(step, storm, 0), steps=60).history
-    h = history(MixedStep(StaticScaler(2.**8 if storm == 'loss / 1' else 2.**16), clip=1.))
-    assert [i for i, s in enumerate(h['skipped']) if s] == [*bad] and sum(map(math.isfinite, h['loss'])) == finite
-    wide = history(storms.fp32_step(1.))
-    assert all(map(math.isfinite, wide['loss'])) and sum(wide['skipped']) == (len(bad) if 'NaN' in storm else 0)
-
-
-# --- helpers of the character models ---
-
-@pytest.fixture(autouse=True)
-def drawn():
-    "Random numbers from one seed"
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
-
-
-def short(row, kind='pre-norm', steps=25):
-    sweep = study('unit_sweep').module
-    return sweep.train(kind, *sweep.PAIRS[row], 0, steps)
-
-
-def test_what_is_flushed_is_counted():
-    lost = {f: short(f'{f} in FP16, long mean') for f in ('regular', 'regular × 2^11')} | {'unit-scaled': short('unit-scaled in FP16')}
-    for kind in ('weight_grad', 'activation_grad'):
-        assert lost['regular'][kind] > .5 > .1 > lost['regular × 2^11'][kind] >= 0 and lost['unit-scaled'][kind] < .01
-    assert short('regular in FP32')['weight_grad'] == 0
-
-
-def test_a_run_in_all_half_is_one():
-    "The regular form's v underflows; FP32 moments would hide it"
-    lost = short('regular in all FP16, ε 1e-7')
-    assert all(v != v for v in lost.values()) and short('regular in FP16')['loss'] < 5
-
-
-def test_zeros_of_fp32_do_not_count():
-    "Rows of the embedding for characters that did not occur are zero in FP32, too"
-    found, model = {}, CharModel('RNN', context=32)
-    step = study('unit_sweep').module.counting(fp32_accumulate()(toys.half_pass(torch.float16)), 0, found)
-    step(model, torch.randint(10, (16, 32)), torch.randint(10, (16, 32)), torch.optim.SGD(model.parameters(), .0), unit_cross_entropy)
-    z = found['weight_grad']
-    assert z.structural > 80*64 and z.share < .01 and z.total == sum(p.numel() for p in model.parameters())
-    step(model, torch.randint(10, (16, 32)), torch.randint(10, (16, 32)), torch.optim.SGD(model.parameters(), .0), unit_cross_entropy)
-    assert found['weight_grad'].total == 2*z.total, 'steps add up'
-    assert not any(m._forward_hooks for m in model.modules())
-
-
-def test_counting_changes_no_result():
-    def run(start):
-        torch.manual_seed(0)
-        model, found = CharModel(context=32), {}
-        step = study('unit_sweep').module.counting(fp32_accumulate()(toys.half_pass(torch.float16)), start, found)
-        hist = toys.fit(model, toys.batches(toys.char_text(32), 4, 4), torch.optim.Adam(model.parameters(), .01), unit_cross_entropy, step)
-        return hist['loss'], bool(found)
-    (a, none), (b, some) = run(4), run(1)
-    assert a == b and some and not none
-
-
-def test_all_half_is_all_half():
-    model = CharModel(context=32).half()
-    opt = torch.optim.Adam(model.parameters(), .01, eps=1e-6)
-    study('unit_sweep').module.all_half(1.)(model, torch.randint(96, (4, 32)), torch.randint(96, (4, 32)), opt, unit_cross_entropy)
-    for p in model.parameters():
-        assert p.dtype is p.grad.dtype is opt.state[p]['exp_avg'].dtype is opt.state[p]['exp_avg_sq'].dtype is torch.float16 and p.isfinite().all()
-
-
-def test_the_default_epsilon_breaks_every_form_in_half():
-    for form, (unit, _, scale) in study('unit_sweep').module.FORMS.items():
-        for eps, breaks in ((1e-8, True), (1e-6, False)):
-            with toys.seeded(0): model = CharModel(unit=unit, context=32).half()
-            opt = torch.optim.Adam(model.parameters(), .01, (.9, .99), eps)
-            study('unit_sweep').module.all_half(scale)(model, *next(iter(toys.batches(toys.char_text(32), 16, 1))), opt, unit_cross_entropy if unit else toys.cross_entropy)
-            assert breaks == (not all(p.isfinite().all() for p in model.parameters())), (form, eps)
