@@ -395,8 +395,10 @@ def add_arguments(
     "Each parameter of a command as an argument of its parser"
     help_of = docments(command)
     for name, v in signature(command).parameters.items():
-        text, kind = help_of[name], v.annotation
-        if v.default is not False and v.default not in (v.empty, None): text = f'{text} (default: {v.default})'
+        text = help_of[name]
+        kind = v.annotation
+        if v.default is not False and v.default not in (v.empty, None):
+            text = f'{text} (default: {v.default})'
         if kind is bool: parser.add_argument(f'--{name}', action='store_true', help=text)
         elif kind is list: parser.add_argument(name, nargs=argparse.REMAINDER, help=text)
         elif v.default is v.empty: parser.add_argument(name, type=kind, help=text)

@@ -21,6 +21,7 @@ from .tensorcore import ATTENTION, MATRIX_PRODUCTS, RECURRENT, OpMode
 from .tensorcore import decompose, is_composite, is_product, matrix_product
 
 # %% ../nbs/24_emulate.ipynb #50169103
+#| code-fold: true
 def _leaf(a): return a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a
 
 class _Boundary(torch.autograd.Function):
@@ -50,6 +51,7 @@ def exact_loss(
     return _Boundary.apply(f, kwargs, *args)
 
 # %% ../nbs/24_emulate.ipynb #aca17a5e
+#| code-fold: true
 def chunked_matmul(
     a:Tensor, # (…, n, k)
     b:Tensor, # (…, k, m)

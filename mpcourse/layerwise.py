@@ -24,19 +24,12 @@ from .toys import call_args, split_batch
 
 # %% ../nbs/20_layerwise.ipynb #3f20ea30
 U_MIN, U_MAX = 6e-8, 65504. # the ends of FP16, as the authors write them
-SCALED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d) # these have a factor
-
-def fan_out_terms(
-    layer:nn.Module, # linear or convolutional
-)->int: # outputs, times the size of the kernel, within a group
-    "The number of terms that one entry of the gradient of a layer's input sums"
-    return prod(layer.weight.shape[2:])*layer.weight.shape[0]//getattr(layer, 'groups', 1)
 
 def layer_factor(
     sigma:Tensor, # standard deviation of gradient times weight, as if there were no factor
     top:Tensor, # bound of its largest magnitude
     share:float=1e-3, # allowed to underflow: T in the paper
-    cap:float=2.**10, # no factor is larger
+    cap:float=2.**10, # no factor is larger (in the paper: no product of factors)
 )->Tensor: # powers of two
     """The factor of Zhao et al. 2019: as small as the share allows, and at least 1
 
@@ -73,6 +66,15 @@ def topological_order(
             waits[n] -= 1
             if not waits[n]: ready.append(n)
     return ready
+
+# %% ../nbs/20_layerwise.ipynb #9f738917
+SCALED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d) # these have a factor
+
+def fan_out_terms(
+    layer:nn.Module, # linear or convolutional
+)->int: # outputs, times the size of the kernel, within a group
+    "The number of terms that one entry of the gradient of a layer's input sums"
+    return prod(layer.weight.shape[2:])*layer.weight.shape[0]//getattr(layer, 'groups', 1)
 
 # %% ../nbs/20_layerwise.ipynb #590db03e
 def _times(factors, grads, *_):

@@ -1,9 +1,10 @@
 "The protocol of loss scalers: a contract over policies, and its holes one by one"
-import copy, pickle, warnings
+import copy, pickle, re, warnings
 from collections import OrderedDict, namedtuple
 from functools import partial
 
 import pytest, torch, torch.nn as nn, torch.nn.functional as F
+from conftest import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpcourse.zoo  # noqa: F401
@@ -347,6 +348,34 @@ torch.save(out, f'{folder}/{rank}.pt')
 
 
 # --- CONTRIBUTING ---
+
+@pytest.mark.chapters('index')
+def test_a_policy_is_written_from_contributings_paragraph():
+    "Three names are enough, and the paragraph has them"
+    text = (ROOT/'CONTRIBUTING.md').read_text(encoding='utf-8')
+    paragraph = re.search(r'## Add a loss scaler\n\n(.+?)\n\n##', text, re.S)[1]
+    assert '\n' not in paragraph.strip() and {'LossScaler', 'required_stats', 'next_scale'} <= set(re.findall(r'\w+', paragraph))
+
+    class LogMax(LossScaler):
+        required_stats = 'found_inf', 'amax'
+
+        def __init__(self, init_scale=2.**10, target=2.**12, **config): super().__init__(init_scale, target=target, **config)
+
+        def next_scale(self, stats):
+            fits = self.scale*torch.exp2((self.target/stats['amax']).log2().floor())
+            return torch.where(stats['found_inf'] > 0, self.scale/2, fits)
+
+    from mpcourse.step import MixedStep
+    toy, scaler = get_toy('deep_sigmoid'), LogMax()
+    model, step = toy.model(), MixedStep(scaler)
+    opt = toy.opt(model.parameters())
+    for x, y in batches(toy.data(), toy.bs, 5):
+        used, out = scaler.scale.item(), step(model, x, y, opt, toy.loss_func)
+        amax = max(p.grad.abs().max() for p in model.parameters())
+        assert not out['skipped'] and scaler.scale == used*2.**(2.**12/(amax*used)).log2().floor()
+    twin = LogMax()
+    twin.load_state_dict(scaler.state_dict())
+    assert twin.scale == scaler.scale
 
 
 @pytest.mark.parametrize('make', [StaticScaler, Torch, ALS])

@@ -35,7 +35,7 @@ PARTS = { # number of the first chapter -> heading
     33: 'Part VI · Deciding',
     36: 'Part VII · A real model',
     39: 'Part VIII · Kernels and casts',
-    84: 'Appendix'}
+    81: 'Appendix'}
 
 
 # --- chapters ---
