@@ -172,7 +172,7 @@ def write_page(
     except OSError as e:
         raise RequestError(f'{path} cannot be written ({e.strerror}): name another file with '
                            '--html.') from e
-    print(f'\nThe page is {path}.')
+    print(f'The page is {path}.', file=sys.stderr)
 
 # %% ../nbs/92_cli.ipynb #d500db17
 def advised(
@@ -378,16 +378,7 @@ def conform_command(
     else: print(*found, sep='\n')
     return FINDINGS*bool(without_rule(found))
 
-# %% ../nbs/92_cli.ipynb #0637dd3d
-COMMANDS = dict( # name -> function, help
-    doctor=(doctor_command, 'what this machine can do, and what to use'),
-    watch=(watch_command, 'run an unchanged script, and say where it loses precision'),
-    scan=(scan_command, 'say what a checkpoint would lose in FP16 and BF16'),
-    conform=(conform_command, 'say which rule a library\'s casts follow'),
-    compare=(compare_command, 'train a net under several schemes'),
-    advise=(advise_command, 'say which schemes will train a net'),
-    probe=(probe_command, 'say where a training loses precision'))
-
+# %% ../nbs/92_cli.ipynb #19d8feb9
 def add_arguments(
     parser:argparse.ArgumentParser, # of a sub-command
     command:Callable, # whose parameters become arguments
@@ -403,6 +394,16 @@ def add_arguments(
         elif kind is list: parser.add_argument(name, nargs=argparse.REMAINDER, help=text)
         elif v.default is v.empty: parser.add_argument(name, type=kind, help=text)
         else: parser.add_argument(f'--{name}', type=kind, default=v.default, help=text)
+
+# %% ../nbs/92_cli.ipynb #0637dd3d
+COMMANDS = dict( # name -> function, help
+    doctor=(doctor_command, 'what this machine can do, and what to use'),
+    watch=(watch_command, 'run an unchanged script, and say where it loses precision'),
+    scan=(scan_command, 'say what a checkpoint would lose in FP16 and BF16'),
+    conform=(conform_command, 'say which rule a library\'s casts follow'),
+    compare=(compare_command, 'train a net under several schemes'),
+    advise=(advise_command, 'say which schemes will train a net'),
+    probe=(probe_command, 'say where a training loses precision'))
 
 def make_parser()->argparse.ArgumentParser: # knows every sub-command
     "The parser of the command line"
@@ -421,7 +422,7 @@ def missing(
 )->str: # a sentence
     "What to install; an error of this library says so itself"
     if not isinstance(e, ModuleNotFoundError): return str(e)
-    known = e.name.partition('.')[0] in ('pandas', 'matplotlib', 'safetensors')
+    known = (e.name or '').partition('.')[0] in ('pandas', 'matplotlib', 'safetensors')
     said = f'`mpcourse {name}` needs {e.name}, which is missing'
     if not known: return f'{said}.'
     return f"{said}: pip install 'mpcourse[cli]'"

@@ -106,7 +106,7 @@ def described(self:Finding)->str:
     if self.module: what = f'{what} in {self.module}'
     if self.backward: what = f'backward of {what}'
     if self.name: what = f'{self.name}{f" and {self.others} more" if self.others else ""}, {what}'
-    lines = [f'{self.kind.capitalize()}: {what}']
+    lines = [f"{self.kind.capitalize().replace('Nan', 'NaN')}: {what}"]
     if self.where: lines[0] += f', at {self.where}: {self.code}'
     if self.still: lines.append(f'{self.still:.0%} of the entries that should move stand still.')
     elif self.kind == 'overflow' and self.error < math.inf:
@@ -155,7 +155,8 @@ def find_faults(
     loops = {f.place for f in found if f.kind == 'stands still'}
     first = {}
     for f in sorted(found, key=lambda f: f.order):
-        if f.kind != 'stands still' and f.place in loops: continue
+        follows = f.kind != 'stands still' and f.place in loops and f.error < math.inf
+        if follows: continue
         known = first.setdefault((f.kind, f.place, f.backward), f)
         if known is not f and f.name and f.name != known.name: known.others += 1
     return list(first.values())

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 import numpy as np, torch
 from fastcore.basics import patch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 
 from .findings import find_faults, finding_of, LIMITS, mark_followers
@@ -27,6 +28,8 @@ from .tensorcore import decompose
 # %% ../nbs/83_lockstep.ipynb #0470ea5d
 class Sanitizer(TorchDispatchMode):
     "Runs each op a second time, on FP32 shadows, and notes what the first run lost"
+    supports_higher_order_operators = True
+
     def __init__(self,
         most:int|None=2**16, # entries that are compared of each result; None: all
         modules:tuple=('*',), # patterns of names: results elsewhere get shadows, but no row
@@ -50,6 +53,7 @@ class Sanitizer(TorchDispatchMode):
         kwargs = kwargs or {}
         inside = any('Fake' in t.__name__ or 'Functional' in t.__name__ for t in types)
         if self.idle or inside: return func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator): return self.pass_on(func, args, kwargs)
         if any(hasattr(t, '__tensor_flatten__') for t in types): return NotImplemented
         if op_facts(func).composite: return decompose(self, func, args, kwargs)
         call = Call(func, args, kwargs)
@@ -76,6 +80,15 @@ def _alone():
     "A context without the modes of others, such as one that emulates a format"
     if torch._C._len_torch_dispatch_stack(): return _disable_current_modes()
     return nullcontext()
+
+# %% ../nbs/83_lockstep.ipynb #4d602e1d
+@patch
+def pass_on(self:Sanitizer, func:Callable, args:tuple, kwargs:dict):
+    "Run an op that takes functions as it is"
+    self.lost[func.name(), 'an op that takes functions'] += 1
+    out = func(*args, **kwargs)
+    with torch.no_grad(): self.shadows.forget(tensors_in([out], []))
+    return out
 
 # %% ../nbs/83_lockstep.ipynb #cbdabf57
 @patch
@@ -204,12 +217,17 @@ def result(self:Sanitizer, call:Call, number:int, t:Tensor, ref:Tensor, where:tu
     self.rows.append(row)
 
 @patch
+def asked(self:Sanitizer, module:str)->bool:
+    "Does this module get rows?"
+    return any(fnmatchcase(module, p) for p in self.modules)
+
+@patch
 def passes_over(self:Sanitizer, call:Call, where:tuple)->bool:
     "Is there no row: a module that nobody asked for, a buffer of FSDP, a late turn of a loop?"
     place, module, backward = where
     name = call.name
     if call.func is not None and call.func.namespace == 'fsdp': return True     # not filled yet
-    if not any(fnmatchcase(module, p) for p in self.modules): return True
+    if not self.asked(module): return True
     self.turns[where, name] += 1
     return self.turns[where, name] > 64 and self.turns[where, name] % 16 > 0
 
@@ -218,7 +236,6 @@ def passes_over(self:Sanitizer, call:Call, where:tuple)->bool:
 def measured(self:Sanitizer, call:Call, number:int, t:Tensor)->Measure:
     "Compare a result with its shadow: a small sample first, a large one if that is wrong"
     if call.noise: return Measure(noise=True)
-    ref = self.shadows.of(t)
     floor = unit = 0.
     if BIASES.get(call.name) == number:
         floor = .01*self.shadows.of(call.floats[0]).abs().sum().item()/t.numel()
@@ -231,16 +248,31 @@ def measured(self:Sanitizer, call:Call, number:int, t:Tensor)->Measure:
     if t.numel() > 2048 and t.dtype.itemsize > 1:
         low, high = torch.aminmax(t.detach())
         if math.isfinite(low) and math.isfinite(high):
-            m = measure_error(numbers(t, 2048), numbers(ref, 2048), t.dtype, unit, floor)
+            m, _ = self.sampled(call, t, 2048, unit, floor)
             if m.error <= LIMITS['error']/4: return m
         else: most = t.numel()              # an infinity is rare
-    values = numbers(ref, most)
-    m = measure_error(numbers(t, most), values, t.dtype, unit, floor)
+    m, values = self.sampled(call, t, most, unit, floor)
     if call.noise_size and rms(values) <= call.noise_size: return Measure(noise=True)
     if m.masked and self.masks_a_row(t): m.bad = 'inf'
     zero = number >= 0 and m.error and not values.any()
     if zero and torch._C._current_autograd_node() is not None: return Measure(noise=True)
     return m
+
+@patch
+def takes_masks(self:Sanitizer, call:Call)->bool:
+    "Is a number that the op takes so large and negative that it may mask others?"
+    for x in (*call.args, *call.kwargs.values()):
+        if isinstance(x, (int, float)) and x < -3e4: return True
+    for x in call.floats:
+        if x.numel() and self.shadows.of(x).min() < -3e4: return True
+    return False
+
+@patch
+def sampled(self:Sanitizer, call:Call, t:Tensor, most:int, unit:float, floor:float)->tuple:
+    "How far a sample of a result is from its shadow, and the shadow's sample"
+    values = numbers(self.shadows.of(t), most)
+    masks = bool(values.min() < -3e4) and self.takes_masks(call)
+    return measure_error(numbers(t, most), values, t.dtype, unit, floor, masks), values
 
 @patch
 def masks_a_row(self:Sanitizer, t:Tensor)->bool:
@@ -273,6 +305,7 @@ def standing(self:Sanitizer, call:Call, t:Tensor)->float:
 def choice(self:Sanitizer, call:Call, t:Tensor, ref:Tensor, where:tuple):
     "A row where choices of the two runs differ"
     place, module, backward = where
+    if not t.numel() or not self.asked(module): return
     changed = (t != ref).double().mean().item()
     if not changed or backward or call.carried == math.inf: return
     row = Row(call.name, place, module, backward, t.numel(), t.dtype, call.carried)

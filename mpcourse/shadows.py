@@ -267,12 +267,13 @@ def measure_error(
     dtype:torch.dtype, # of low
     unit:float=0., # at least so much is one
     floor:float=0., # what is smaller is noise
+    masks:bool=True, # may large negative numbers be masks?
 )->Measure:
     "Compare two samples"
     m = Measure()
     square = (low - ref)@(low - ref)        # NaN or infinite if anything is
     if not math.isfinite(square) or ref.min() < -3e4: # rare
-        low, ref = _unmasked(low, ref, m)
+        low, ref = _unmasked(low, ref, m, masks)
         if m.bad or not len(ref): return m
         square = (low - ref)@(low - ref)
     n, size = len(ref), rms(ref)
@@ -290,11 +291,11 @@ def measure_error(
     if std and mean: m.spacings = std/info.eps/2.**math.floor(math.log2(mean))
     return m
 
-def _unmasked(low, ref, m):
+def _unmasked(low, ref, m, masks):
     "Without what FP32 breaks, too, and without a mask; notes in a `Measure` what is broken"
     m.nan = bool(np.isnan(ref).any())
     masked = ref < -3e4
-    if masked.mean() > .9: masked[:] = False
+    if masked.mean() > .9 or not masks: masked[:] = False
     m.masked = bool((np.isinf(low) & np.isfinite(ref) & masked).any())
     kept = np.isfinite(ref) & (abs(ref) < 1e30) & ~masked
     low, ref = low[kept], ref[kept]
@@ -386,6 +387,7 @@ class Places:
         if torch.compiler.is_compiling(): return
         if not self.running:
             self.on_root()
+            self.stepping = False       # an optimizer that raised an error
             if module not in self.names:
                 self.roots.append(weakref.ref(module))
                 self.names.update((m, n) for n, m in module.named_modules())

@@ -17,7 +17,8 @@ from torch import nn, Tensor
 
 from .dynamic import validate_number
 from .rounding import followers
-from .sanitizer import Sanitizer, Session, skipping
+from .lockstep import Sanitizer
+from .sanitizer import counting_skips, Session
 
 # %% ../nbs/84_watch.ipynb #ca7c936e
 @dataclass
@@ -162,7 +163,7 @@ def watch_script(
         stack.enter_context(patch_module.object(sys, 'argv', argv))
         stack.enter_context(patch_module.object(sys, 'path', [folder, *sys.path]))
         stack.enter_context(_counted_updates(hooks))
-        stack.enter_context(patch_module.object(torch.amp.GradScaler, 'update', skipping(session)))
+        stack.enter_context(counting_skips(session))
         stack.enter_context(_fastai_steps(session))
         error, code = _run_script(path, module)
     watched = Watched(hooks, session)

@@ -50,7 +50,7 @@ def test_compare_writes_a_page(tmp_path, capsys):
     line = ['compare', 'relu_mlp', '--schemes', 'BF16', '--seeds', '1', '--steps', '3', '--html']
     assert main([*line, str(tmp_path/'page.html')]) == 0
     page = (tmp_path/'page.html').read_text(encoding='utf-8')
-    assert '<table' in page and 'BF16' in page and f'The page is {tmp_path/"page.html"}' in capsys.readouterr().out
+    assert '<table' in page and 'BF16' in page and f'The page is {tmp_path/"page.html"}' in capsys.readouterr().err
     assert main([*line, str(tmp_path/'no'/'page.html')]) == 2 and 'No such file' in capsys.readouterr().err
 
 

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from mpcourse.emulate import emulate_format
 from mpcourse.formats import same_bits
 from mpcourse.fp8 import RECIPES
+from mpcourse.gradscaler import GradScaler
 from mpcourse.layerwise import LayerwiseScaler
 from mpcourse.monitor import TensorCollector
 from mpcourse.rounding import quantize
@@ -548,7 +549,7 @@ def test_what_it_says_is_json():
     assert found['schema'] == 'mpcourse.sanitizer/1' and found['steps'] == [1] and found['not_followed'] == []
     first = found['findings'][0]
     assert {'kind', 'file', 'line', 'code', 'module', 'error', 'carried', 'own', 'still', 'flushed', 'name', 'others', 'follows', 'steps', 'first_try', 'chapter'} <= set(first)
-    assert first['code'] == 'high = h + self.offset' and (first['line'], first['chapter']) == (45, '30_offsets')
+    assert first['code'] == 'high = h + self.offset' and (first['line'], first['chapter']) == (46, '30_offsets')
     table = probe_precision(Offset(), data(), MSE, 'bf16 weights').table(findings=True)
     assert table.kind[0] == 'a large offset'
 
@@ -748,3 +749,68 @@ def test_a_fault_of_the_tool_ends_no_run(monkeypatch):
     net, (x, _) = mlp(8, 16, 4).bfloat16(), data()
     with sanitize(): out = net(x.bfloat16())
     assert out.isfinite().all() and not nn.modules.module._global_forward_hooks
+
+
+# --- what a stranger broke ---
+
+@pytest.mark.parametrize('sign', [1, -1])
+def test_an_overflow_is_one_on_either_side_of_zero(sign):
+    x = torch.linspace(1, 300, 3000).half()
+    with sanitize() as report: x*(300*sign)
+    assert [f.kind for f in report.findings] == ['overflow']
+    layer = nn.Linear(4, 8).half()
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[0], layer.bias[0] = 100.*sign, 100.*sign
+    with torch.no_grad(), sanitize() as report: layer(torch.full((3, 4), 300.).half()).pow(2).mean()
+    assert report.worst.op == 'addmm' and report.worst.kind == 'overflow'
+
+
+def test_an_infinity_in_the_line_of_a_state_that_stands_still():
+    s, d, a = (torch.full((1000,), v).half() for v in (1., 4e-4, 300.))
+    with sanitize() as report:
+        for _ in range(600): s, _ = s + d, a*300
+    assert {f.kind for f in report.findings} == {'stands still', 'overflow'}
+
+
+@pytest.mark.parametrize('scaler', [torch.amp.GradScaler, GradScaler])
+def test_a_step_that_a_scaler_skips_is_a_step(scaler):
+    w = torch.ones(3, requires_grad=True)
+    opt, sc = torch.optim.SGD([w], .1), scaler('cpu')
+    with sanitize() as report:
+        for factor in (1., torch.inf, 1., 1.):
+            opt.zero_grad()
+            sc.scale((w.half()*factor).float().sum()).backward()
+            sc.step(opt)
+            sc.update()
+    assert report.steps == [1, 2, 3, 4]
+
+
+def test_a_cast_of_a_step_that_is_not_looked_at_has_no_row():
+    w = torch.ones(8, requires_grad=True)
+    opt = torch.optim.SGD([w], .1)
+    with sanitize(steps=[3]) as report:
+        for i in range(4):
+            opt.zero_grad()
+            if i < 2: quantize(w.detach(), 'e4m3')
+            w.sum().backward()
+            opt.step()
+    assert report.steps == [3] and 'quantize' not in {r.op for r in report.rows}
+
+
+def test_ops_that_take_functions_run():
+    x = torch.ones(3)
+    with sanitize() as report:
+        out = torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+        out.bfloat16()*3
+    assert out.tolist() == [2, 2, 2] and 'cond' in str(report.lost)
+
+
+def test_choices_outside_of_the_modules_have_no_row():
+    a, b = torch.randn(2, 1000).bfloat16()
+    with sanitize(modules='encoder') as report: (a + b*.01) > (a - b*.01)*1.001
+    assert not report.rows and not report.findings
+
+
+def test_a_model_without_parameters_meets_torchs_own_error():
+    with pytest.raises(RuntimeError): probe_precision(nn.ReLU(), (torch.ones(3), torch.ones(3)), MSE)       # nothing to differentiate
