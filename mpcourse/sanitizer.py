@@ -239,7 +239,7 @@ def probe_precision(
     model = getattr(model, '_orig_mod', model)              # inside torch.compile
     if isinstance(scale, LossScaler): scale = scale.scale.item()
     scale = validate_scale(scale, 2.**-126)
-    kind = next(model.parameters(), torch.empty(0)).device.type
+    kind = next(model.parameters()).device.type
     whole, forward, dtype = scheme_contexts(find_scheme(scheme), kind)
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices), torch.enable_grad():

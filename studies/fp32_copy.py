@@ -4,7 +4,8 @@ A hook keeps the output of each module, once in few bits and once with every cas
 out. A value is the largest difference of a step, divided by the spread of FP32's: of an output, of a
 weight matrix's gradient, and of its update. A row `healthy: …` has the largest of four steps.
 """
-import contextlib, copy
+import contextlib
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_map
 from faulty_nets import FAULTS
 from healthy_nets import NETS
 from mpcourse.rounding import followers
-from sanitized_faults import SCALES
+from sanitized_faults import probed, step_of
 
 ROWS = [*(f'fault: {name}' for name in FAULTS), *(f'healthy: {name}' for name in NETS)]
 SEEDS = range(10)
@@ -93,31 +94,13 @@ def fault(name, seed):
 
 def healthy(name, seed):
     "The largest errors over four steps of a healthy net"
-    make, data, loss_func = NETS[name]
-    torch.manual_seed(seed)
-    model = make()
-    opt = torch.optim.AdamW(model.parameters(), 1e-3)
     largest = dict.fromkeys(('output', 'gradient', 'update'), 0.)
-    for steps in (0, 40):
-        for k in range(steps):
-            x, y = data(1000*seed + k)
-            opt.zero_grad()
-            loss_func(model(x), y).backward()
-            opt.step()
-        opt.zero_grad()
-        x, y = data(1000*seed + 999)
-        for dtype in SCALES:
-            both = []
-            for fp32 in (False, True):
-                twin, its_opt = copy.deepcopy((model, opt))
-                def step():
-                    with torch.autocast('cpu', dtype): pred = twin(x)
-                    pred = tree_map(lambda t: t.float(), pred)
-                    (loss_func(pred, y)*SCALES[dtype]).backward()
-                    if dtype == torch.bfloat16: its_opt.step()
-                torch.manual_seed(seed)
-                both.append(seen(twin, step, fp32))
-            for kind, e in compared(*both).items(): largest[kind] = max(largest[kind], e)
+    for few, exact in zip(probed(name, seed), probed(name, seed)):
+        both = []
+        for step, fp32 in ((few, False), (exact, True)):
+            torch.manual_seed(seed)
+            both.append(seen(step[0], partial(step_of, *step), fp32))
+        for kind, e in compared(*both).items(): largest[kind] = max(largest[kind], e)
     return largest
 
 

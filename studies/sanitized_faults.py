@@ -67,23 +67,20 @@ def fault(name, seed):
     return value | {tool: f(*again()) for tool, f in ALTERNATIVES.items()}
 
 
-def probe(model, x, y, loss_func, opt, dtype):
-    "Is a step of a healthy net accused?"
-    with sanitize() as report:
-        with torch.autocast('cpu', dtype): pred = model(x)
-        pred = tree_map(lambda t: t.float(), pred)
-        (loss_func(pred, y)*SCALES[dtype]).backward()
-        if dtype == torch.bfloat16: opt.step()
-    return bool(report.findings)
+def step_of(model, x, y, loss_func, opt, dtype):
+    "A step under autocast; in FP16 with a loss scale, and only its gradients"
+    with torch.autocast('cpu', dtype): pred = model(x)
+    pred = tree_map(lambda t: t.float(), pred)
+    (loss_func(pred, y)*SCALES[dtype]).backward()
+    if dtype == torch.bfloat16: opt.step()
 
 
-def healthy(name, seed):
-    "Four steps of a net, each on a copy"
+def probed(name, seed):
+    "Four times, for BF16 and FP16 at the start and after forty steps: what `step_of` takes, on a copy"
     make, data, loss_func = NETS[name]
     torch.manual_seed(seed)
     model = make()
     opt = torch.optim.AdamW(model.parameters(), 1e-3)
-    accused, probes = 0, 0
     for steps in (0, 40):
         for k in range(steps):
             x, y = data(1000*seed + k)
@@ -93,8 +90,16 @@ def healthy(name, seed):
         opt.zero_grad()
         for dtype in SCALES:
             twin, its_opt = copy.deepcopy((model, opt))
-            accused += probe(twin, *data(1000*seed + 999), loss_func, its_opt, dtype)
-            probes += 1
+            yield twin, *data(1000*seed + 999), loss_func, its_opt, dtype
+
+
+def healthy(name, seed):
+    "How many of four steps of a net are accused"
+    accused, probes = 0, 0
+    for step in probed(name, seed):
+        with sanitize() as report: step_of(*step)
+        accused += bool(report.findings)
+        probes += 1
     return dict(accused=accused, probes=probes)
 
 

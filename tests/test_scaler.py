@@ -54,7 +54,7 @@ class ALS(LossScaler):
         return torch.where(many, self.scale/2, self.scale*2)
 
 
-CONTRACT = dict(graphcore=ALS, in_place=InPlace, als=partial(ALSScaler, activations=False), layerwise=partial(LayerwiseScaler, ['0', '2']))
+CONTRACT = dict(static=StaticScaler, by_hand=Torch, graphcore=ALS, in_place=InPlace, als=partial(ALSScaler, activations=False), layerwise=partial(LayerwiseScaler, ['0', '2']))
 CONTRACT |= {name: partial(get_policy, name) for name in POLICIES}
 policies = pytest.mark.parametrize('make', CONTRACT.values(), ids=CONTRACT)
 
